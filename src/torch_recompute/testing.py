@@ -1,8 +1,8 @@
-"""For the tests of a user: the gradients are the same, and the peak is below a limit.
+"""Assertions for tests of your own: gradients are the same with regions, and the peak is below a limit.
 
 The pytest plugin (`torch_recompute_pytest`) makes fixtures and a marker of these; they raise `AssertionError`, know
-nothing of pytest, and serve in any framework. A failure says what to look at: which gradient, how much, which region;
-which categories of memory, and at which operation.
+nothing of pytest, and serve in any framework. A failure names the gradient, how much it differs, and the region; or the
+categories of memory, and the operation at the peak.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def assert_same_gradients(
 
 
 def read_limit(*args: object, **kwargs: object) -> int:
-    """The bytes that a marker's arguments mean.
+    """Returns the bytes that the arguments of the marker mean.
 
     Args:
         *args: One of them: "200MiB", "1.5GB", or an int, which is bytes.

@@ -18,7 +18,7 @@ import torch
 from torch_recompute import Choice, Plan, RecomputeConfig
 from torch_recompute.commands import bench as run
 from torch_recompute.commands import cli, trials
-from torch_recompute.commands.bench import CONTROL, OK, Config, Golden, Journal
+from torch_recompute.commands.bench import CONTROL, OK, BenchConfig, Golden, Journal
 from torch_recompute.commands.models import batch_for, load
 from torch_recompute.commands.trials import (
     DONE,
@@ -550,7 +550,7 @@ def test_the_table(launched: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytes
 def rows_of(*records: Record, device: str = "cpu", rounds: int = 1, dtype: str | None = None) -> run.Result:
     """The result of a control and other settings that each end as a record says."""
     names = ["control", *(f"setting {number}" for number in range(1, len(records)))]
-    asked = Config(Workload("gpt-tiny", device=device, dtype=dtype), tuple(map(Setting, names)), rounds=rounds)
+    asked = BenchConfig(Workload("gpt-tiny", device=device, dtype=dtype), tuple(map(Setting, names)), rounds=rounds)
     trials = {name: [[record]] * rounds for name, record in zip(names, records, strict=True)}
     return run.judged(asked, trials, None)
 
@@ -612,7 +612,7 @@ def test_nothing_is_said_of_what_did_not_run() -> None:
 def test_figures_of_several_ranks() -> None:
     """The slowest rank is the job's time, memory is the most of any, and tokens are those of all."""
     ranks = [good(1.0, allocated_bytes=5), good(2.0, allocated_bytes=4, reserved_bytes=9)]
-    asked = Config(Workload("gpt-tiny"), (CONTROL,), rounds=1)
+    asked = BenchConfig(Workload("gpt-tiny"), (CONTROL,), rounds=1)
     row = run.judged(asked, {"control": [ranks]}, None).rows[0]
     assert (row.step_seconds, row.tflops, row.per_second) == (2.0, 0.5, 100.0)
     assert (row.allocated_bytes, row.reserved_bytes) == (5, 2**21)
@@ -781,7 +781,7 @@ def test_settings_are_found_by_what_they_say() -> None:
     plans = [Plan((Choice(("a",)),), source).to_json() for source in ("one", "two")]
     assert Setting("a", plan=plans[0]).key == Setting("b", plan=plans[1]).key != Setting("b").key
     assert Setting("a", FULL).key != Setting("a", {**FULL, "recompute_num_layers": 2}).key
-    config = Config(Workload("gpt-tiny"))
+    config = BenchConfig(Workload("gpt-tiny"))
     keys = [config.key(CONTROL, 1), config.key(CONTROL, 2), replace(config, steps=6).key(CONTROL, 1)]
     keys.append(replace(config, rounds=9).key(CONTROL, 1))
     assert len(set(keys)) == 3

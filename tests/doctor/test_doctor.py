@@ -30,10 +30,10 @@ from support.unchanged import unchanged
 from support.zoo import mean_loss
 from torch_recompute import Choice, Plan, apply, doctor, make_plan, recompute
 from torch_recompute.commands import cli
-from torch_recompute.doctor import observed
+from torch_recompute.doctor import step_watcher
 from torch_recompute.doctor.checks import CHECKS, _budget, look_for
-from torch_recompute.doctor.observed import AllocatorStats, Observations
 from torch_recompute.doctor.simulated import SimulatedSteps
+from torch_recompute.doctor.step_watcher import AllocatorStats, Observations
 from torch_recompute.memory.free import heap
 from torch_recompute.plan.budget import read_budget
 from torch_recompute.training_step import TrainingStep
@@ -490,7 +490,9 @@ def test_watched(kind: str, model: Callable[[], nn.Module], x: Callable[[], torc
 
 def test_a_healthy_training_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     """A training with a plan, buffers and two backwards gets no finding, and learns what it learns unwatched."""
-    monkeypatch.setattr(observed, "stamp", itertools.count(0.0, 100.0).__next__)  # long steps, on a busy machine too
+    monkeypatch.setattr(
+        step_watcher, "stamp", itertools.count(0.0, 100.0).__next__
+    )  # long steps, on a busy machine too
 
     def trained(watched: bool) -> tuple[list[torch.Tensor], Any]:
         model = stack(lambda: nn.Sequential(Counts(), nn.Dropout(0.1), nn.BatchNorm1d(32)))
@@ -586,8 +588,8 @@ def test_bytes_that_grow_later_are_looked_into() -> None:
 def test_the_allocator_says_what_is_alive(grows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA the allocator's bytes are compared: where they grow, all hooks are back."""
     alive = iter([*range(0, 300, 100), *([2**23] * 9 if grows else [200] * 9)])
-    monkeypatch.setattr(observed, "_cuda_device", lambda model: torch.device("cuda", 0))
-    monkeypatch.setattr(observed, "_allocator_stats", lambda model: None)
+    monkeypatch.setattr(step_watcher, "_cuda_device", lambda model: torch.device("cuda", 0))
+    monkeypatch.setattr(step_watcher, "_allocator_stats", lambda model: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: next(alive))
     model = stack(linear)
     with doctor.watch(model, closely=2) as watching:
@@ -600,7 +602,7 @@ def test_the_allocator_says_what_is_alive(grows: bool, monkeypatch: pytest.Monke
 
 def test_where_nothing_says_what_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a meter outputs and graphs are compared alone, and that is said."""
-    monkeypatch.setattr(observed, "heap", lambda: None)
+    monkeypatch.setattr(step_watcher, "heap", lambda: None)
     report, _ = watched_late(4, lambda number: False)
     assert report.watched == "outputs and graphs that outlive their step"
 
@@ -765,7 +767,7 @@ def test_fragmentation_is_read_from_the_allocator(monkeypatch: pytest.MonkeyPatc
         train(model, 1)
         assert "whose allocator it is about" in dict(watching.report().not_looked_for)["fragmentation"]
         stats = {"allocated_bytes.all.peak": 40 * GIB, "reserved_bytes.all.peak": 70 * GIB, "num_alloc_retries": 3}
-        monkeypatch.setattr(observed, "_cuda_device", lambda model: torch.device("cuda", 0))
+        monkeypatch.setattr(step_watcher, "_cuda_device", lambda model: torch.device("cuda", 0))
         monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB, 80 * GIB))
         (found,) = watching.report().findings

@@ -11,7 +11,7 @@ from torch import nn
 
 from support.unchanged import unchanged
 from torch_recompute import ArgumentError, Choice, Plan, no_recompute, recompute, verify
-from torch_recompute.doctor.evidence import NOISE, Noise, SideEffects, StepResult, distance
+from torch_recompute.doctor.compare import NOISE, Noise, SideEffects, StepResult, distance
 from torch_recompute.doctor.verify import compare_calls
 
 

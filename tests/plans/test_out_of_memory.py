@@ -19,7 +19,7 @@ from support.zoo import mean_loss
 from torch_recompute import Choice, Plan, apply, doctor, make_plan, measure, no_recompute, recompute, simulate
 from torch_recompute.commands import trials
 from torch_recompute.doctor.checks import CHECKS, look_for
-from torch_recompute.doctor.observed import AllocatorStats, Observations
+from torch_recompute.doctor.step_watcher import AllocatorStats, Observations
 from torch_recompute.plan import exhausted
 from torch_recompute.plan.exhausted import CAPACITY, FRAGMENTATION, Shortage, asked_for, fragmented
 
@@ -371,7 +371,7 @@ def test_capacity_or_fragmentation(in_pieces: bool, verdict: str, monkeypatch: p
         raise caught.value
 
     monkeypatch.setattr(trials._Trial, "run", lambda self: runs_out())
-    record = trials.carry_out(trials.TrialTask(trials.Workload("gpt-tiny"), trials.Setting("a"), 1, 0))
+    record = trials.run_task(trials.TrialTask(trials.Workload("gpt-tiny"), trials.Setting("a"), 1, 0))
     assert (record.status, record.shortage) == (trials.OUT, short.as_data())
 
 

@@ -1,8 +1,8 @@
-"""`torch-recompute bench run MODEL`: what settings of recomputation cost and save in training, beside an empty control.
+"""`torch-recompute bench run MODEL`: measures settings of recomputation in training, beside a control without any.
 
 A workload and a list of settings are data, from options or from a file (`--sweep`). The control and every setting take
 turns in rounds, each trial in a process of its own (`trials.py`); a setting with a budget is planned first, once, so
-that all its rounds run the same plan. A setting that ended in any way but well is not run again. Trials are kept in a
+that all its rounds run the same plan. A setting that failed in any way is not run again. Trials are kept in a
 file of JSON lines, so that a sweep can go on another time. torchrun may start the command once per rank.
 
 A setting's time is the median over rounds of the median step, on the slowest rank; its memory the most of any rank in
@@ -22,7 +22,7 @@ import difflib
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -49,9 +49,9 @@ CONTROL = Setting("control")
 OK, UNSURE, REGRESSION = "OK", "UNSURE", "PERF REGRESSION"
 MEMORY_REGRESSION, LOSS_CHANGED = "MEMORY REGRESSION", "LOSS CHANGED"
 RAN = (OK, UNSURE, REGRESSION, MEMORY_REGRESSION, LOSS_CHANGED)
-"""The results of what finished, with the losses that it should have."""
+"""The results of settings that finished with the losses of the control."""
 MOST = 3
-"""How often the rounds asked for are run at most, where a verdict is unsure."""
+"""The factor by which more rounds than asked for are run, where a verdict is unsure."""
 TOLERANCES: Mapping[str, Mapping[str | None, float]] = {
     "cpu": {},
     "cuda": {"fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2, None: 1e-2},
@@ -66,14 +66,14 @@ OPTIONS = (
 )
 """The keys that a file of experiments may have at its top."""
 FIGURES = {"step_seconds": max, "tflops": min, "allocated_bytes": max, "reserved_bytes": max}
-"""The figures of a rank, and how one for all ranks follows from theirs."""
+"""The figures of a rank, and the function that makes one for all ranks of theirs."""
 
 Trials = Mapping[str, Sequence[Sequence[Record]]]
-"""By name: the rounds of a setting, each with a record per rank."""
+"""The rounds of each setting, by its name; a round has a record per rank."""
 
 
 @dataclass(frozen=True)
-class Config:
+class BenchConfig:
     """A comparison: the control comes first among `settings`, and the thresholds are in percent."""
 
     workload: Workload
@@ -86,7 +86,7 @@ class Config:
     memory_threshold: float = 0.5
 
     def check(self) -> None:
-        """Refuses what cannot run, and says what would."""
+        """Refuses values that cannot run, and says which can."""
         self.workload.check()
         for name in ("steps", "rounds"):
             trials.whole_number(f"--{name}", getattr(self, name))
@@ -101,17 +101,17 @@ class Config:
 
     @property
     def tolerance(self) -> float:
-        """How far a loss may be from the control's, relative to it; on a CPU every bit counts."""
+        """The relative difference from the control that a loss may have; on a CPU every bit counts."""
         return TOLERANCES[self.workload.device].get(self.workload.dtype, 0.0)
 
     def key(self, setting: Setting, ranks: int) -> str:
-        """The same for trials that can take each other's place."""
+        """Returns a key that is the same for trials that can take each other's place."""
         asked = [asdict(self.workload), setting.key, self.steps, self.warmup, self.capacity]
         return trials.hashed([*asked, ranks, torch.__version__, __version__, trials.name_of_cpu()])
 
 
 def read_sweep(path: Path) -> tuple[dict[str, Any], list[Setting]]:
-    """The options and the settings of a file of experiments, YAML or JSON.
+    """Reads the options and the settings of a file of experiments, YAML or JSON.
 
         model: gpt-tiny
         rounds: 3
@@ -121,8 +121,9 @@ def read_sweep(path: Path) -> tuple[dict[str, Any], list[Setting]]:
           - {name: by hand, plan: plan.json}
 
     Keys at the top are the command's options, and an option on the command line wins. The fields of an experiment are
-    those of `RecomputeConfig`, or `budget`, or `plan`, a path seen from the file's folder. The control is always there
-    and has no entry. A key that means nothing is refused, unlike in a training configuration, which holds much else.
+    those of `RecomputeConfig`, or `budget`, or `plan`, a path relative to the file's folder. The control is always
+    there and has no entry. A key that means nothing is refused, unlike in a training configuration, which holds much
+    else.
 
     Raises:
         ArgumentError: It cannot be read, or says something that means nothing.
@@ -179,7 +180,7 @@ def _experiment(path: Path, where: str, entry: Any) -> Setting:
 
 
 def setting_of(name: str, fields: Mapping[str, Any], budget: object, plan: Path | None, where: str = "") -> Setting:
-    """A setting; refused where it says two things, or something that cannot be."""
+    """Returns a setting; refuses one that has two sources, or one that cannot be read."""
     place = f"{where}: " if where else ""
     given = [word for word, value in (("budget", budget), ("plan", plan)) if value is not None]
     given += [next(iter(fields))] if fields else []
@@ -210,7 +211,7 @@ def _check_keys(where: str, keys: Mapping[str, Any], known: Sequence[str]) -> No
 
 
 def _number(value: Any, least: float | None = None) -> bool:
-    """Whether it is a finite number above 0, or from `least` on."""
+    """Returns whether it is a finite number above 0, or from `least` on."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     return (value > 0 if least is None else value >= least) and value < math.inf
@@ -231,7 +232,7 @@ def _categories(value: Any) -> bool:
 
 
 def _curves(value: Any) -> bool:
-    """Whether it has the exact losses of each rank, all finite."""
+    """Returns whether it has the exact losses of each rank, all finite."""
     try:
         curves = [[math.isfinite(float.fromhex(loss)) for loss in curve] for curve in value]
     except (TypeError, ValueError, OverflowError):
@@ -258,14 +259,14 @@ FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "parameters": (_count, _WHOLE),
     "torch": (_text, "a version"),
 }
-"""What a field of a golden figure, or of the file of them, has to be."""
+"""The check of each field of a golden file, and what is expected, in words."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A setting when it was good: throughput of all ranks, the step on the slowest, the most memory, the losses.
+    """The golden figures of a setting: throughput of all ranks, the step on the slowest, the most memory, the losses.
 
-    `tflops` and `flops` are None where FLOPs could not be counted. `pace_seconds` is what a fixed piece of work took,
+    `tflops` and `flops` are None where FLOPs could not be counted. `pace_seconds` is the time of a fixed piece of work,
     and `plan` the digest of the plan that was in the model.
     """
 
@@ -283,7 +284,7 @@ class Figure:
 
 
 def _fields(where: str, data: Any, kind: type[Any], *more: str) -> dict[str, Any]:
-    """The fields of a part of a golden file, checked one by one; `more` are there and checked elsewhere."""
+    """Returns the fields of a part of a golden file, checked one by one; `more` are checked elsewhere."""
     if not isinstance(data, dict):
         raise ValueError(f"{where} is {data!r}; expected fields by name")
     given = cast("dict[str, Any]", data)
@@ -299,7 +300,7 @@ def _fields(where: str, data: Any, kind: type[Any], *more: str) -> dict[str, Any
 
 
 def _figure(data: Any, items: int, cpu: bool) -> Figure:
-    """A golden figure whose parts are each good, and belong together."""
+    """Returns a golden figure, whose fields are each valid and agree with each other."""
     name = cast("dict[str, Any]", data).get("name") if isinstance(data, dict) else None
     where = f"setting {name!r}"
     found = Figure(**_fields(where, data, Figure))
@@ -319,10 +320,10 @@ FIGURE_FIELDS = tuple(field.name for field in fields(Figure))
 
 @dataclass(frozen=True)
 class Golden:
-    """Golden figures, in a file: what settings took when they were good, by the settings' keys.
+    """Golden figures, in a file: earlier results to compare with, by the keys of their settings.
 
     They are of one workload on one kind of device; those of another are refused, because the comparison would say
-    nothing. A setting is compared with its own figure, found by what it says and not by its name. One that has none is
+    nothing. A setting is compared with its own figure, found by its content and not by its name. One that has none is
     compared with the control's throughput, as the published harness compares everything with one figure per workload.
     Every figure is checked when it is read. `items` are the tokens or samples of a step, of all ranks.
     """
@@ -338,7 +339,7 @@ class Golden:
 
     @staticmethod
     def read(path: Path) -> Golden:
-        """The figures of a file."""
+        """Reads the figures of a file."""
         try:
             data: Any = json.loads(path.read_text(encoding="utf-8"))
             if not isinstance(data, dict) or any(cast("Any", data).pop(key, None) != GOLDEN[key] for key in GOLDEN):
@@ -367,7 +368,7 @@ class Golden:
         out.write_text("--save-golden", path, json.dumps(data, indent=1) + "\n")
 
     def of(self, setting: Setting) -> Figure:
-        """The figure that a setting is compared with."""
+        """Returns the figure that a setting is compared with."""
         found = self.figures.get(setting.key) or self.figures.get(CONTROL.key)
         if found is None:
             others = ", ".join(repr(figure.name) for figure in self.figures.values()) or "nothing"
@@ -382,7 +383,7 @@ class Golden:
         self._check({**asdict(self.workload), "ranks": self.ranks}, {**asdict(workload), "ranks": ranks})
 
     def check_machine(self, records: Sequence[Record]) -> None:
-        """Refuses figures of another device, or of a model or batch that is called the same."""
+        """Refuses figures of another device, or of another model or batch of the same name."""
         names = ("device", "number of parameters", "number of items in a step")
         ours = records[0].device, records[0].parameters, _items(records)
         self._check(
@@ -402,8 +403,8 @@ class Golden:
 class Journal:
     """The trials that have been run already, one JSON object a line; without a path nothing is kept.
 
-    A line is written when a trial ends, whatever its end was. Lines are found by the key of what was asked, so a file
-    may hold several sweeps, and a setting that was changed is run again. A last line that is cut off is left out; a
+    A line is written when a trial ends, in whatever way. Lines are found by the key of the trial, so a file may hold
+    several sweeps, and a setting that was changed is run again. A last line that is cut off is left out; a
     trial that failed or was refused is run again, because what was wrong may have been mended.
     """
 
@@ -438,13 +439,13 @@ class Journal:
                 ) from None
 
     def get(self, key: str, number: int) -> list[Record] | None:
-        """The records of a trial that came to an end of its own; None if it has to be run."""
+        """Returns the records of a trial that need not be run again; None if it has to be run."""
         records = self._known.get((key, number))
         again = (trials.FAILED, REFUSED, trials.STOPPED)
         return None if records is None or any(record.status in again for record in records) else records
 
     def add(self, key: str, name: str, number: int, records: Sequence[Record]) -> None:
-        """Writes a trial down."""
+        """Adds a trial to the file."""
         if self._path is None:
             return
         ranks = [asdict(record) for record in records]
@@ -467,7 +468,7 @@ class OnRank:
 
     @staticmethod
     def of(rank: int, records: Sequence[Record]) -> OnRank:
-        """The figures that follow from a rank's records."""
+        """Computes the figures of a rank from its records."""
         medians = [statistics.median(record.seconds) for record in records if record.seconds]
         seconds = statistics.median(medians) if medians else None
         flops, items = records[0].flops, records[0].items
@@ -527,12 +528,12 @@ class BenchRow:
 
 @dataclass(frozen=True)
 class Result:
-    """What a comparison showed, one row per setting, the control first.
+    """The result of a comparison, one row per setting, the control first.
 
     `noise_percent` is the most of any row, `moved` the control beside its golden figure.
     """
 
-    config: Config
+    config: BenchConfig
     rows: Sequence[BenchRow]
     device: str
     parameters: int
@@ -542,7 +543,7 @@ class Result:
 
     @property
     def taken(self) -> int:
-        """How many trials were taken from the file of results instead of run."""
+        """The number of trials that were taken from the file of results instead of run."""
         return sum(row.taken for row in self.rows)
 
     @property
@@ -562,19 +563,18 @@ class Result:
 
     @property
     def how(self) -> dict[str, str]:
-        """How each kind of figure was obtained."""
+        """The way in which each kind of figure was obtained, in words."""
         config = self.config
         cuda = config.workload.device == "cuda"
         tolerance = config.tolerance
-        rounds = "one round" if config.rounds == 1 else f"{config.rounds} rounds"
         ran = {row.name for row in self.rows if row.step_seconds is not None}
         if not ran:
             return {}
         equal = [row for row in self.rows if row.compared_with and row.result != MISMATCH]
         others = [row.name for row in equal if row.name != row.compared_with or row.rounds > 1]
         how = {
-            "time": f"median of {config.steps} steps after {config.warmup}, and of {rounds} in which all settings take "
-            "turns, each in a fresh process",
+            "time": f"median of {config.steps} steps after {config.warmup}, and of {_counted(config.rounds)} in which "
+            "all settings take turns, each in a fresh process",
             "TFLOP/s": "the model's matrix products, replays left out, per device; by PyTorch's formulas"
             + ("" if cuda else ", which know no attention kernel of a CPU"),
             "allocated": f"{'by the allocator' if cuda else 'by tensors alive'}, at the peak of a step",
@@ -587,7 +587,7 @@ class Result:
         return how
 
     def as_data(self) -> dict[str, Any]:
-        """Ready for JSON; bytes and FLOPs are integers."""
+        """Returns the result ready for JSON; bytes and FLOPs are integers."""
         return {
             "torch_recompute": __version__,
             "torch": torch.__version__,
@@ -618,8 +618,8 @@ class Result:
         return Golden(self.config.workload, ranks, items, self.device, self.parameters, figures)
 
 
-def judged(config: Config, ended: Trials, golden: Golden | None, taken: Mapping[str, int] | None = None) -> Result:
-    """The result that follows from the trials; `taken` are those of each setting that were in the file of results."""
+def judged(config: BenchConfig, ended: Trials, golden: Golden | None, taken: Mapping[str, int] | None = None) -> Result:
+    """Returns the result of trials; `taken` is how many of each setting were in the file of results."""
     finished = [setting for setting in config.settings if _end(ended[setting.name]).status == DONE]
     reference = finished[0] if finished else CONTROL
     rows = [
@@ -655,7 +655,7 @@ def _items(records: Sequence[Record]) -> int:
 
 
 def _noise(rounds: Sequence[Sequence[Record]]) -> float | None:
-    """How far a setting's step time is unsure, in percent: between its rounds, and between two halves of its run.
+    """Returns the noise of a setting's step time, in percent: between its rounds, and between the halves of its run.
 
     Of many rounds, those count between which their median is with 95 %; of few, all.
     """
@@ -670,7 +670,7 @@ def _noise(rounds: Sequence[Sequence[Record]]) -> float | None:
 
 
 class Moved(NamedTuple):
-    """The control's throughput beside its golden figure, in percent, and how far that is unsure."""
+    """The change of the control's throughput against its golden figure, in percent, and its noise."""
 
     percent: float
     noise: float
@@ -688,8 +688,8 @@ def _moved(control: BenchRow, figure: Figure | None) -> Moved | None:
     return Moved(change, (control.noise_percent or 0.0) + figure.noise_percent)
 
 
-def _against(config: Config, row: BenchRow, setting: Setting, golden: Golden, moved: Moved | None) -> BenchRow:
-    """A row of a setting that ran well, beside its golden figure; what is exact is said before what is not."""
+def _against(config: BenchConfig, row: BenchRow, setting: Setting, golden: Golden, moved: Moved | None) -> BenchRow:
+    """Compares a row of a setting that ran well with its golden figure; the exact verdicts come first."""
     figure = golden.of(setting)
     assert row.per_second is not None
     change = 100 * (row.per_second / figure.per_second - 1)
@@ -707,9 +707,9 @@ def _against(config: Config, row: BenchRow, setting: Setting, golden: Golden, mo
             found += _memory_grew(config, row, figure)
     if change < -config.threshold:
         than = " relative to the control" if relative else ""
-        said = f"throughput {-change:.1f} % below the golden figure of {figure.name}{than}; allowed are "
-        said += f"{config.threshold:g} %; after {_counted(row.rounds)}, noise {noise:.1f} %"
-        found.append((REGRESSION if change < -config.threshold - noise else UNSURE, said))
+        text = f"throughput {-change:.1f} % below the golden figure of {figure.name}{than}; allowed are "
+        text += f"{config.threshold:g} %; after {_counted(row.rounds)}, noise {noise:.1f} %"
+        found.append((REGRESSION if change < -config.threshold - noise else UNSURE, text))
     result = found[0][0] if found else OK
     detail = "; and ".join(text if verdict == result else f"{verdict}: {text}" for verdict, text in found)
     return replace(row, result=result, detail=detail, golden=figure, change_percent=change, relative=relative)
@@ -719,42 +719,45 @@ def _counted(rounds: int) -> str:
     return "one round" if rounds == 1 else f"{rounds} rounds"
 
 
-def _losses_changed(config: Config, row: BenchRow, figure: Figure) -> list[tuple[str, str]]:
-    """The first loss that is another than the golden one by more than the last bits, which another torch may change."""
+def _losses_changed(config: BenchConfig, row: BenchRow, figure: Figure) -> list[tuple[str, str]]:
+    """Returns a verdict on the first loss that differs by more than the last bits, which another torch may change."""
     allowed = TOLERANCES["cuda"].get(config.workload.dtype or row.dtype, TOLERANCES["cuda"][None])
     first = _first_apart(row.losses, figure.losses, allowed)
-    said = f"{first}; allowed is a share of {allowed:g}; after {_counted(row.rounds)}"
-    return [(LOSS_CHANGED, said)] if first else []
+    return (
+        [(LOSS_CHANGED, f"{first}; allowed is a share of {allowed:g}; after {_counted(row.rounds)}")] if first else []
+    )
 
 
-def _first_apart(ours: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]], allowed: float) -> str:
-    """Says where losses are first apart from golden ones by more than a share; empty where they are not."""
-    for rank, (mine, golden) in enumerate(zip(ours, theirs, strict=True)):
-        for step, (here, there) in enumerate(zip(mine, golden), 1):  # noqa: B905 - as many steps as both have
+def _first_apart(
+    ours: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]], allowed: float, whose: str = "the golden one"
+) -> str:
+    """Returns where losses first differ from others by more than a share of them, in words; "" where they do not."""
+    for rank, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        for step, (here, there) in enumerate(zip(mine, other), 1):  # noqa: B905 - as many steps as both have
             a, b = float.fromhex(here), float.fromhex(there)
             if here != there and not abs(a - b) <= allowed * abs(b):
-                return f"rank {rank}, step {step}: the loss is {a!r} ({here}), the golden one {b!r} ({there})"
+                return f"rank {rank}, step {step}: the loss is {a!r} ({here}), {whose} {b!r} ({there})"
     return ""
 
 
-def _memory_grew(config: Config, row: BenchRow, figure: Figure) -> list[tuple[str, str]]:
-    """A peak above the golden one by more than its threshold, and the categories that are larger in it."""
+def _memory_grew(config: BenchConfig, row: BenchRow, figure: Figure) -> list[tuple[str, str]]:
+    """Returns a verdict on a peak above the golden one by more than its threshold, with the categories that grew."""
     now, then = row.allocated_bytes or 0, figure.allocated_bytes
     more = 100 * (now / then - 1)
     if more <= config.memory_threshold:
         return []
     apart = {name: count - figure.by_category.get(name, 0) for name, count in row.by_category.items()}
     grew = ", ".join(f"{name} {errors.size(count)}" for name, count in apart.items() if count > 0) or "no category"
-    said = f"the peak is {_exactly(now)}, {more:.2f} % above the golden {_exactly(then)}; allowed are "
-    said += f"{config.memory_threshold:g} %; more is in: {grew}; after {_counted(row.rounds)}"
-    return [(MEMORY_REGRESSION, said)]
+    text = f"the peak is {_exactly(now)}, {more:.2f} % above the golden {_exactly(then)}; allowed are "
+    text += f"{config.memory_threshold:g} %; more is in: {grew}; after {_counted(row.rounds)}"
+    return [(MEMORY_REGRESSION, text)]
 
 
 def _exactly(count: int) -> str:
     return f"{errors.size(count)} ({count})"
 
 
-def _row(config: Config, setting: Setting, ended: Trials, reference: str, taken: int) -> BenchRow:
+def _row(config: BenchConfig, setting: Setting, ended: Trials, reference: str, taken: int) -> BenchRow:
     rounds = ended[setting.name]
     end, first = _end(rounds), rounds[0][0]
     ranks = [OnRank.of(rank, [records[rank] for records in rounds]) for rank in range(len(rounds[0]))]
@@ -793,31 +796,29 @@ def _row(config: Config, setting: Setting, ended: Trials, reference: str, taken:
     )
 
 
-def _difference(config: Config, rounds: Sequence[Sequence[Record]], wanted: Sequence[Record], name: str) -> str:
-    """Says where losses first differ; empty where they do not."""
+def _difference(config: BenchConfig, rounds: Sequence[Sequence[Record]], wanted: Sequence[Record], name: str) -> str:
+    """Returns where losses first differ from those `wanted`, in words; "" where they do not."""
+    theirs = [record.losses for record in wanted]
     for number, records in enumerate(rounds, 1):
-        for rank, (record, reference) in enumerate(zip(records, wanted, strict=True)):
-            for step, (ours, theirs) in enumerate(zip(record.losses, reference.losses, strict=True), 1):
-                a, b = float.fromhex(ours), float.fromhex(theirs)
-                if ours != theirs and not abs(a - b) <= config.tolerance * abs(b):
-                    where = f"round {number}, rank {rank}, step {step}"
-                    return f"{where}: the loss is {a!r} ({ours}), that of {name} {b!r} ({theirs})"
+        first = _first_apart([record.losses for record in records], theirs, config.tolerance, f"that of {name}")
+        if first:
+            return f"round {number}, {first}"
     return ""
 
 
 def _over(choose: Any, values: Any) -> Any:
-    """The chosen one of what is known; None where nothing is."""
+    """Returns the chosen one of the values that are known; None where none is."""
     known = [value for value in values if value is not None]
     return choose(known) if known else None
 
 
-def ticks(config: Config) -> int:
-    """How often `run` reports progress."""
+def ticks(config: BenchConfig) -> int:
+    """Returns how often `run` reports progress."""
     return len(config.settings) * config.rounds + sum(setting.budget is not None for setting in config.settings)
 
 
 def run(
-    config: Config,
+    config: BenchConfig,
     *,
     journal: Journal,
     ranks: Ranks,
@@ -827,66 +828,87 @@ def run(
     """Compares all settings with the control.
 
     Args:
-        config: What is asked for.
-        journal: What has been run already.
-        ranks: Those that run it together.
+        config: The comparison.
+        journal: The trials that have been run already.
+        ranks: The ranks that run it together.
         golden: Figures to compare with.
         progress: Called after each of the `ticks(config)` pieces of work, with a word on it.
 
     Raises:
         ArgumentError: The workload cannot be run at all, or the golden figures are of something else.
     """
-    taken = dict.fromkeys((setting.name for setting in config.settings), 0)
-
-    def records_of(setting: Setting, number: int) -> list[Record]:
-        """The ranks' records of a trial; those that rank 0 has in its file are not run again."""
-        key = config.key(setting, ranks.count)
-        said = ranks.shared(lambda: json.dumps([asdict(record) for record in journal.get(key, number) or ()]))
-        known = [Record(**record) for record in json.loads(said)]
-        where = f"{setting.name}: " + ("planning" if number == PLANNING else f"round {number + 1} of {limit}")
-        if known:
-            taken[setting.name] += 1
-            progress(f"{where}: known from the results")
-            return known
-        task = TrialTask(config.workload, setting, config.steps, config.warmup, config.capacity, count=number == 0)
-        records = ranks.run(task)
-        journal.add(key, setting.name, number, records)
-        progress(f"{where}: {worst(records).status}")
-        return records
-
-    limit = str(config.rounds)
-    ended: dict[str, list[list[Record]]] = {setting.name: [] for setting in config.settings}
+    bench = _Rounds(config, journal, ranks, progress)
     settings = list(config.settings)
     for number in range(config.rounds):
         for place, setting in enumerate(settings):
-            rounds = ended[setting.name]
             if number == 0 and setting.budget is not None:
-                records = records_of(setting, PLANNING)
-                if worst(records).status != DONE:
-                    rounds.append(records)  # no plan fits: its first and last round
-                settings[place] = setting = replace(setting, plan=records[0].plan)
-            if rounds and worst(rounds[-1]).status != DONE:
-                progress(f"{setting.name}: {worst(rounds[-1]).status}, not run again")
-                continue
-            records = records_of(setting, number)
-            rounds.append(records)
-            end = worst(records)
-            if place == 0 and end.status == REFUSED:
-                raise errors.ArgumentError(end.detail)
-            if golden is not None and end.status == DONE:
-                golden.check_machine(records)
-    limit = f"at most {MOST * config.rounds}"
+                settings[place] = setting = bench.planned(setting)
+            end = bench.run(setting, number)
+            if place == 0 and end is not None and worst(end).status == REFUSED:
+                raise errors.ArgumentError(worst(end).detail)
+            if golden is not None and end is not None and worst(end).status == DONE:
+                golden.check_machine(end)
+    bench.limit = f"at most {MOST * config.rounds}"
     for number in range(config.rounds, MOST * config.rounds):
-        unsure = {row.name for row in judged(config, ended, golden).rows if row.result == UNSURE}
+        unsure = {row.name for row in judged(config, bench.ended, golden).rows if row.result == UNSURE}
         for setting in settings if unsure else ():
-            done = _end(ended[setting.name]).status == DONE
+            done = _end(bench.ended[setting.name]).status == DONE
             if done and (setting.name in unsure or setting.name == CONTROL.name):
-                ended[setting.name].append(records_of(setting, number))
-    return judged(config, ended, golden, taken)
+                bench.run(setting, number)
+    return judged(config, bench.ended, golden, bench.taken)
+
+
+class _Rounds:
+    """The rounds of all settings: runs the trials that the journal does not have, and collects their records.
+
+    Attributes:
+        ended: The rounds of each setting so far, by name.
+        taken: The number of trials of each setting that were in the journal.
+        limit: The number of rounds, in words for the progress.
+    """
+
+    def __init__(self, config: BenchConfig, journal: Journal, ranks: Ranks, progress: Callable[[str], object]) -> None:
+        self._config, self._journal, self._ranks, self._progress = config, journal, ranks, progress
+        self.ended: dict[str, list[list[Record]]] = {setting.name: [] for setting in config.settings}
+        self.taken = dict.fromkeys(self.ended, 0)
+        self.limit = str(config.rounds)
+
+    def planned(self, setting: Setting) -> Setting:
+        """Returns a setting with a plan for its budget; where no plan fits, that is its first and last round."""
+        records = self._records_of(setting, PLANNING)
+        if worst(records).status != DONE:
+            self.ended[setting.name].append(records)
+        return replace(setting, plan=records[0].plan)
+
+    def run(self, setting: Setting, number: int) -> list[Record] | None:
+        """Runs one round of a setting and returns the ranks' records; None if its last round did not end well."""
+        rounds = self.ended[setting.name]
+        if rounds and worst(rounds[-1]).status != DONE:
+            self._progress(f"{setting.name}: {worst(rounds[-1]).status}, not run again")
+            return None
+        rounds.append(self._records_of(setting, number))
+        return rounds[-1]
+
+    def _records_of(self, setting: Setting, number: int) -> list[Record]:
+        """Returns the ranks' records of a trial; one that rank 0 has in its journal is not run again."""
+        config, ranks = self._config, self._ranks
+        key = config.key(setting, ranks.count)
+        text = ranks.shared(lambda: json.dumps([asdict(record) for record in self._journal.get(key, number) or ()]))
+        known = [Record(**record) for record in json.loads(text)]
+        where = f"{setting.name}: " + ("planning" if number == PLANNING else f"round {number + 1} of {self.limit}")
+        if known:
+            self.taken[setting.name] += 1
+            self._progress(f"{where}: known from the results")
+            return known
+        task = TrialTask(config.workload, setting, config.steps, config.warmup, config.capacity, count=number == 0)
+        records = ranks.run(task)
+        self._journal.add(key, setting.name, number, records)
+        self._progress(f"{where}: {worst(records).status}")
+        return records
 
 
 def add_command(commands: Any) -> None:
-    """Describes `torch-recompute bench run` to the command line."""
+    """Adds `torch-recompute bench run` to the command line."""
     benchmarks = out.new_command(commands, "bench")
     parser = out.new_command(
         benchmarks.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True),
@@ -903,12 +925,23 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--sweep", type=Path, metavar="FILE.yaml", help="a list of experiments, see docs/bench-run.md")
     parser.add_argument("--budget", metavar="BYTES", help='plan for a peak, as 24GiB; or for a share, as "40%%"')
     parser.add_argument("--plan", type=Path, metavar="FILE.json", help="apply this plan, of torch-recompute plan")
+    _add_workload_options(parser)
+    _add_golden_options(parser)
+    parser.add_argument("--results", type=Path, metavar="FILE.jsonl", help="where trials are kept, and not run again")
+    parser.add_argument("--fresh", action="store_true", help="begin the file of results again")
+    RecomputeConfig.add_arguments(parser)
+    add_others_to(parser, RecomputeConfig.names())
+    out.add_options(parser, command)
+
+
+def _add_workload_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options for the step to train, and for how often it is run."""
     for name, about in (
         ("batch", "sequences or pictures in a step, on each rank (1; of the tiny models 4)"),
         ("sequence", "tokens in a sequence (the model's, at most 4096)"),
-        ("steps", f"timed steps of each process ({Config.steps})"),
-        ("warmup", f"steps before these ({Config.warmup})"),
-        ("rounds", f"processes of each setting, all settings taking turns ({Config.rounds})"),
+        ("steps", f"timed steps of each process ({BenchConfig.steps})"),
+        ("warmup", f"steps before these ({BenchConfig.warmup})"),
+        ("rounds", f"processes of each setting, all settings taking turns ({BenchConfig.rounds})"),
     ):
         parser.add_argument(f"--{name}", type=int, metavar="N", help=about)
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights (the model's own)")
@@ -917,27 +950,21 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--capacity", metavar="BYTES", help="what a process may take for the step, as 2GiB: a device of that size"
     )
+
+
+def _add_golden_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options for figures to compare with, and for how far from them a setting may be."""
     parser.add_argument("--golden", type=Path, metavar="FILE.json", help="compare with these figures")
     parser.add_argument("--save-golden", type=Path, metavar="FILE.json", help="write figures to compare with later")
-    parser.add_argument(
-        "--threshold", type=float, metavar="PERCENT", help=f"below the golden figure allowed ({Config.threshold:g})"
-    )
-    parser.add_argument(
-        "--memory-threshold",
-        type=float,
-        metavar="PERCENT",
-        help=f"of memory above the golden figure allowed ({Config.memory_threshold:g})",
-    )
-    parser.add_argument("--results", type=Path, metavar="FILE.jsonl", help="where trials are kept, and not run again")
-    parser.add_argument("--fresh", action="store_true", help="begin the file of results again")
-    RecomputeConfig.add_arguments(parser)
-    add_others_to(parser, RecomputeConfig.names())
-    out.add_options(parser, command)
+    for name, figure in (("threshold", "below"), ("memory-threshold", "of memory above")):
+        usual = getattr(BenchConfig, name.replace("-", "_"))
+        about = f"{figure} the golden figure allowed ({usual:g})"
+        parser.add_argument(f"--{name}", type=float, metavar="PERCENT", help=about)
 
 
 def command(args: argparse.Namespace) -> int:
-    """Runs `torch-recompute bench run`; the exit code says whether all is well."""
-    config, results = _asked(args)
+    """Runs `torch-recompute bench run` and returns its exit code."""
+    config, results = _read(args)
     config.check()
     trials.check_capacity(config.capacity, config.workload.device)
     if config.workload.device == "cuda" and not torch.cuda.is_available():
@@ -971,8 +998,8 @@ def command(args: argparse.Namespace) -> int:
     return seen.exit_code
 
 
-def _asked(args: argparse.Namespace) -> tuple[Config, Path | None]:
-    """The comparison that a command line asks for, and where its trials are kept."""
+def _read(args: argparse.Namespace) -> tuple[BenchConfig, Path | None]:
+    """Returns the comparison that a command line describes, and the file for its trials."""
     names = (*RecomputeConfig.names(), GRANULARITY_FLAG, BLOCK_FLAG)
     fields = RecomputeConfig.from_args(argparse.Namespace(**{name: getattr(args, name) for name in names})).to_dict()
     results, options = args.results, dict[str, Any]()
@@ -996,6 +1023,11 @@ def _asked(args: argparse.Namespace) -> tuple[Config, Path | None]:
         if getattr(args, option[2:].replace("-", "_")) is not None and args.golden is None:
             raise errors.ArgumentError(errors.goes_with(option, "--golden"))
     options.update({name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None})
+    return _config(settings, options), results
+
+
+def _config(settings: Sequence[Setting], options: dict[str, Any]) -> BenchConfig:
+    """Returns the comparison of settings under the options of a command line or of a file of experiments."""
     if options.get("model") is None:
         raise errors.ArgumentError(
             "bench run needs a MODEL: on the command line, or as model: in the file of --sweep. Write for example "
@@ -1011,52 +1043,16 @@ def _asked(args: argparse.Namespace) -> tuple[Config, Path | None]:
             )
         options["capacity"] = capacity
     workload = {name: options.pop(name) for name in Workload.__dataclass_fields__ if name in options}
-    return Config(Workload(**workload), tuple(settings), **options), results
+    return BenchConfig(Workload(**workload), tuple(settings), **options)
 
 
 def _print(console: Console, result: Result, saved: Golden, path: Path | None) -> None:
-    """The tables, the verdicts, and which golden figures were written to `path`."""
-    from rich.text import Text
-
-    control = result.rows[0]
-    most = max((row.allocated_bytes or 0 for row in result.rows), default=0)
-    size, unit = next((unit for unit in UNITS if most >= 10 * unit[0]), UNITS[-1])
-    per, allocated, reserved = f"{control.unit}\nper s", f"alloc.\n{unit}", f"reser.\n{unit}"
-
-    def figures(row: BenchRow | OnRank) -> list[str]:
-        tflops = row.tflops
-        return [
-            _cell(tflops, ",.2f" if tflops and tflops >= 10 else ".4f"),
-            _cell(row.per_second, ",.0f"),
-            _cell(row.allocated_bytes, ",.1f", size),
-            _cell(row.reserved_bytes, ",.1f", size),
-        ]
-
-    golden = ["vs\ngolden"] if result.golden else []
-    more = ("more\nmemory", "more\ntime", "replay", "result")
-    kept = "rounds\n(kept)" if result.taken else "rounds"
-    table = _table("", "TFLOP/s", *golden, per, allocated, reserved, *more[:3], kept, more[3])
-    for row in result.rows:
-        cells = figures(row)
-        if golden:
-            cells.insert(1, _percent(row.change_percent))
-        beside = (row.control_memory_percent, row.control_time_percent) if row is not control else (None, None)
-        verdict = Text(row.result, style="green" if row.result == OK else "bold red")
-        rounds = f"{row.rounds} ({row.taken})" if row.taken else str(row.rounds)
-        replayed = _cell(row.replay_percent, ".1f", end="%")
-        table.add_row(Text(row.name), *cells, *map(_percent, beside), replayed, rounds, verdict)
+    """Prints the tables, the verdicts, and which golden figures were written to `path`."""
     workload = result.config.workload
     title = f"{workload.model}, {result.parameters:,} parameters, {workload.optimizer}, on {result.device}"
     console.print(title, style="bold", markup=False)
-    console.print(table)
-    if len(control.ranks) > 1:
-        table = _table("", "rank", "TFLOP/s", per, allocated, reserved, "result")
-        for row in result.rows:
-            for rank in row.ranks:
-                table.add_row(Text(row.name), str(rank.rank), *figures(rank), rank.status)
+    for table in _tables(result):
         console.print(table)
-    if any(row.shortage for row in result.rows):
-        console.print(_shortages(result))
     for line in notes(result):
         console.print(line, markup=False)
     for row in result.rows:
@@ -1066,14 +1062,56 @@ def _print(console: Console, result: Result, saved: Golden, path: Path | None) -
             console.print(f"  {row.shortage['verdict']}. Write: {row.shortage['write']}", markup=False)
     if path is not None:
         names = "; ".join(figure.name for figure in saved.figures.values())
-        said = f"Golden figures of {names} written to {path}." if names else "No golden figure was written: none ran."
-        console.print(said, markup=False)
+        text = f"Golden figures of {names} written to {path}." if names else "No golden figure was written: none ran."
+        console.print(text, markup=False)
     for label, text in result.how.items():
         console.print(f"{label[0].upper()}{label[1:]}: {text}.", style="dim", markup=False)
 
 
+def _tables(result: Result) -> Iterator[Table]:
+    """Yields the table of settings and, where there is something in them, those of ranks and of memory that ran out."""
+    from rich.text import Text
+
+    control = result.rows[0]
+    most = max((row.allocated_bytes or 0 for row in result.rows), default=0)
+    size, unit = next((unit for unit in UNITS if most >= 10 * unit[0]), UNITS[-1])
+    titles = ("TFLOP/s", f"{control.unit}\nper s", f"alloc.\n{unit}", f"reser.\n{unit}")
+    golden = ["vs\ngolden"] if result.golden else []
+    kept = "rounds\n(kept)" if result.taken else "rounds"
+    table = _table("", titles[0], *golden, *titles[1:], "more\nmemory", "more\ntime", "replay", kept, "result")
+    for row in result.rows:
+        cells = _figures(row, size)
+        if golden:
+            cells.insert(1, _percent(row.change_percent))
+        beside = (row.control_memory_percent, row.control_time_percent) if row is not control else (None, None)
+        verdict = Text(row.result, style="green" if row.result == OK else "bold red")
+        rounds = f"{row.rounds} ({row.taken})" if row.taken else str(row.rounds)
+        replayed = _cell(row.replay_percent, ".1f", end="%")
+        table.add_row(Text(row.name), *cells, *map(_percent, beside), replayed, rounds, verdict)
+    yield table
+    if len(control.ranks) > 1:
+        table = _table("", "rank", *titles, "result")
+        for row in result.rows:
+            for rank in row.ranks:
+                table.add_row(Text(row.name), str(rank.rank), *_figures(rank, size), rank.status)
+        yield table
+    if any(row.shortage for row in result.rows):
+        yield _shortages(result)
+
+
+def _figures(row: BenchRow | OnRank, size: int) -> list[str]:
+    """Returns the cells that rows of settings and of ranks have in common."""
+    tflops = row.tflops
+    return [
+        _cell(tflops, ",.2f" if tflops and tflops >= 10 else ".4f"),
+        _cell(row.per_second, ",.0f"),
+        _cell(row.allocated_bytes, ",.1f", size),
+        _cell(row.reserved_bytes, ",.1f", size),
+    ]
+
+
 def _shortages(result: Result) -> Table:
-    """The bytes of settings whose memory ran out."""
+    """Returns the table of the bytes of settings whose memory ran out."""
     from rich.text import Text
 
     names = ("requested", "allocated", "reserved", "capacity")
@@ -1109,57 +1147,57 @@ def _percent(percent: float | None) -> str:
 
 
 def notes(result: Result) -> list[str]:
-    """What has to be known to read the table."""
-    said: list[str] = []
+    """Returns the sentences that explain the table."""
+    lines: list[str] = []
     if result.taken:
-        said.append(f"{result.taken} trials (kept) were taken from the file of results; --fresh runs them again.")
+        lines.append(f"{result.taken} trials (kept) were taken from the file of results; --fresh runs them again.")
     if result.noise_percent is not None:
-        said.append(
+        lines.append(
             f"Noise: rounds of one setting, or the two halves of its run, differ by up to {result.noise_percent:.1f} %."
         )
     golden, moved = result.golden, result.moved
     if moved is not None and moved.sure and any(row.relative for row in result.rows):
-        said.append(
+        lines.append(
             f"The control has moved by {moved.percent:+.1f} % against its golden figure (noise {moved.noise:.1f} %): "
             "settings are compared relative to the control."
         )
     if golden is not None:
-        said.append(f"Golden: {golden.source}, with torch {golden.torch}.")
+        lines.append(f"Golden: {golden.source}, with torch {golden.torch}.")
         others = [row.name for row in result.rows if row.golden is not None and row.golden.name != row.name]
         if others:
-            said.append(f"Compared with a golden figure of another name: {', '.join(others)}.")
+            lines.append(f"Compared with a golden figure of another name: {', '.join(others)}.")
         for row, setting in zip(result.rows, result.config.settings, strict=True):
             if row.golden is not None and setting.key in golden.figures:
-                said += _beside(row, setting, row.golden)
+                lines += _beside(row, setting, row.golden)
     if all(row.compared_with is None for row in result.rows):
-        said.append("Nothing finished, so no time, memory or loss is compared.")
+        lines.append("Nothing finished, so no time, memory or loss is compared.")
     compared = [row.compared_with for row in result.rows if row.compared_with not in (None, result.rows[0].name)]
     if compared:
         which = f"losses are compared with those of {compared[0]}" if compared[1:] else "no losses could be compared"
-        said.append(f"The control did not finish, so {which}.")
-    said += [f"FLOPs of {row.name} are not counted: {row.uncounted}" for row in result.rows if row.uncounted]
-    return said
+        lines.append(f"The control did not finish, so {which}.")
+    lines += [f"FLOPs of {row.name} are not counted: {row.uncounted}" for row in result.rows if row.uncounted]
+    return lines
 
 
 def _beside(row: BenchRow, setting: Setting, figure: Figure) -> list[str]:
-    """What of a row is not as in its own golden figure, and is no verdict."""
-    said: list[str] = []
+    """Returns the differences of a row from its own golden figure that are no verdict."""
+    lines: list[str] = []
     if figure.flops and row.flops not in (None, figure.flops):
-        said.append(
+        lines.append(
             f"A step of {row.name} is counted as {row.flops:,} FLOPs, in the golden figure as {figure.flops:,}; "
             "throughput is compared from the same FLOPs, as are tokens per s."
         )
     first = "" if row.result == LOSS_CHANGED else _first_apart(row.losses, figure.losses, 0.0)
     if first:
-        said.append(f"Losses of {row.name} are the golden ones but for the last bits, first on {first}.")
+        lines.append(f"Losses of {row.name} are the golden ones but for the last bits, first on {first}.")
     if row.plan != figure.plan:
         why = "is another than in its golden figure"
         if setting.budget is None:
-            said.append(f"The plan of {row.name} {why}: its label or fields mean something else by now.")
+            lines.append(f"The plan of {row.name} {why}: its label or fields mean something else by now.")
         else:
             peaks = f"{_exactly(row.allocated_bytes or 0)}, the golden one {_exactly(figure.allocated_bytes)}"
-            said.append(
+            lines.append(
                 f"The plan of {row.name} {why}: it is made anew in each run. Peaks of two plans are not compared; "
                 f"this one is {peaks}."
             )
-    return said
+    return lines

@@ -1,4 +1,4 @@
-"""The command line: it finds the command, runs it, and returns its exit code.
+"""The command line: finds the command, runs it, and returns its exit code.
 
 An error that the user can correct becomes one text on stderr instead of a traceback.
 
@@ -24,7 +24,7 @@ from .output import OK as OK
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line of all commands."""
+    """Returns the parser of all commands."""
     parser, commands = new_parser(__version__)
     for module in (demo, bench, show, plan, verify, doctor, report):
         module.add_command(commands)
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> int:
-    """The same with another parser, of commands that set `command` (`output.add_options`)."""
+    """Runs a command line of another parser, whose commands set `command` (`output.add_options`)."""
     args = parser.parse_args(argv)
     try:
         return args.command(args)

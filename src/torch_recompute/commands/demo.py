@@ -1,9 +1,9 @@
-"""`torch-recompute demo`: the whole point on one screen, on your machine, on real text.
+"""`torch-recompute demo`: compares five settings of recomputation on one screen, on your machine, on real text.
 
 One small GPT is trained on Python's own standard library, byte by byte, five times side by side, with the plans of
 `SETTINGS`. All take the same steps from the same weights; random numbers depend on the seed and the number of the step
 alone. Dropout is on, so a replay that drew other random numbers would show in the very first backward. Each measurement
-has steps of its own, because each would spoil the others:
+has steps of its own, because each would disturb the others:
 
     seconds  median of the training steps, in which the settings take turns so that noise hits all alike
     bytes    one step under `measure`, by category, at the peak; beside it what the plan has predicted
@@ -32,7 +32,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from .. import Choice, Plan, apply, make_plan, measure
 from ..errors import ArgumentError
-from .output import FAILED, MIB, OK, Output, add_options, document, new_command, reason
+from .output import FAILED, MIB, OK, Output, add_options, document, drawing, new_command, new_table, reason
 from .small_models import Decoder, TransformerBlock, seeded
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class DemoSetting:
 
 
 def _each(*parts: str, keep: tuple[str, ...] = ()) -> Callable[..., Plan]:
-    """A plan with a region around each layer, or around a part of each."""
+    """Returns a function that makes a plan with a region around each layer, or around parts of each."""
     return lambda model, *_: Plan(
         tuple(Choice((f"layers.{i}{part}",), keep) for i in range(len(model.layers)) for part in parts)
     )
@@ -92,7 +92,7 @@ class DemoConfig:
     seed: int = 0
 
     def check(self) -> None:
-        """Refuses what cannot run, and says what would."""
+        """Refuses values that cannot run, and says which can."""
         for name in ("steps", "layers", "d_model", "seq", "batch"):
             if getattr(self, name) < 1:
                 option = "--" + name.replace("_", "-")
@@ -109,13 +109,13 @@ class DemoConfig:
 
 
 def build(config: DemoConfig) -> nn.Module:
-    """The GPT, from the seed; the caller's random numbers are left alone."""
+    """Builds the GPT from the seed; the caller's random numbers are left alone."""
     layer = partial(TransformerBlock.gpt, head=config.d_model // HEADS)
     return seeded(lambda: Decoder(config.layers, config.d_model, config.seq, layer, VOCABULARY), DROPOUT, config.seed)
 
 
 def read_text(path: Path | None, seq: int) -> tuple[str, Tensor]:
-    """The training text as bytes, and what to call it; by default the sources of Python's standard library."""
+    """Returns the name of the training text and its bytes; by default Python's standard library."""
     if path is None:
         data = b"".join(source.read_bytes() for source in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")))
         name = "the Python standard library"
@@ -139,7 +139,7 @@ def read_text(path: Path | None, seq: int) -> tuple[str, Tensor]:
 
 
 def batches(text: Tensor, config: DemoConfig) -> Iterator[Tensor]:
-    """Endless batches, the same for the same seed."""
+    """Yields batches without end, the same for the same seed."""
     generator = torch.Generator().manual_seed(config.seed)
     window = torch.arange(config.seq + 1)
     while True:
@@ -164,7 +164,7 @@ class Trainer:
         apply(self.model, plan)
 
     def step(self, number: int, text: Tensor) -> float:
-        """One training step; its random numbers depend on its number alone."""
+        """Runs one training step; its random numbers depend on its number alone."""
         torch.manual_seed(self.seed + number)
         loss = self.model(text)
         loss.backward()
@@ -225,7 +225,7 @@ class DemoResult:
         return all(outcome.identical for outcome in self.outcomes)
 
     def to_json(self) -> str:
-        """One JSON document: bytes and FLOPs are integers, losses come as values and as exact hexadecimals."""
+        """Returns one JSON document: bytes and FLOPs are integers, losses are values and exact hexadecimals."""
         data = {
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
@@ -242,7 +242,7 @@ class DemoResult:
 
 
 def ticks(config: DemoConfig, settings: Sequence[DemoSetting] = SETTINGS) -> int:
-    """The number of times that `run` reports progress."""
+    """Returns the number of times that `run` reports progress."""
     return len(settings) * (config.steps + 3)
 
 
@@ -253,7 +253,7 @@ def run(
     settings: Sequence[DemoSetting] = SETTINGS,
     progress: Callable[[str], object] = lambda _: None,
 ) -> DemoResult:
-    """Trains all settings side by side and measures them; the first one is what the others are compared with.
+    """Trains all settings side by side and measures them; the others are compared with the first one.
 
     The text is at `path`, or else the Python standard library. `progress` is called after each of the
     `ticks(config, settings)` pieces of work, with a word on it.
@@ -289,7 +289,7 @@ def run(
 
 
 def add_command(commands: Any) -> None:
-    """Describes `torch-recompute demo` to the command line."""
+    """Adds `torch-recompute demo` to the command line."""
     parser = new_command(commands, "demo")
     parser.add_argument("--text", type=Path, metavar="PATH", help="a text to learn (the Python standard library)")
     for name, about in (
@@ -348,16 +348,12 @@ ROWS: tuple[dict[str, Callable[[Outcome], str]], ...] = (
 
 
 def _print(console: Console, result: DemoResult) -> None:
-    """The table, and loudly any loss that differs."""
-    from rich import box
-    from rich.table import Table
+    """Prints the table, and any loss that differs."""
     from rich.text import Text
 
     config, outcomes = result.config, result.outcomes
-    table = Table(box=box.SIMPLE)
-    table.add_column("", no_wrap=True)
-    for outcome in outcomes:
-        table.add_column("\n".join(wrap(outcome.title, len("recomputed"))), justify="right")
+    table = new_table("", *("\n".join(wrap(outcome.title, len("recomputed"))) for outcome in outcomes))
+    table.columns[0].no_wrap = True
     for group in ROWS:
         for label, cell in group.items():
             cells = (Text.from_markup(cell(outcome)) for outcome in outcomes)
@@ -390,21 +386,20 @@ def _print(console: Console, result: DemoResult) -> None:
 
 def _draw(result: DemoResult, path: Path) -> None:
     """Draws for each setting the peak of a step, stacked by category."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
     titles = ["\n".join(wrap(outcome.title, 16)) for outcome in result.outcomes]
     below = [0.0] * len(titles)
-    for category, colour in COLOURS.items():
-        heights = [outcome.by_category.get(category, 0) / MIB for outcome in result.outcomes]
-        if any(heights):
-            axes.bar(titles, heights, bottom=below, color=colour, label=category, width=0.6)
-        below = [low + high for low, high in zip(below, heights, strict=True)]
-    for place, (height, outcome) in enumerate(zip(below, result.outcomes, strict=True)):
-        axes.text(place, height, f"{outcome.peak_bytes / MIB:.1f}", ha="center", va="bottom")
-    axes.set_ylabel("peak of a step, MiB")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
-    axes.set_title(f"GPT of {result.config.layers} layers, d_model {result.config.d_model}", loc="left", fontsize=11)
-    figure.savefig(path, dpi=150)
+    with drawing(path, (8, 4.5)) as figure:
+        axes = figure.add_subplot()
+        for category, colour in COLOURS.items():
+            heights = [outcome.by_category.get(category, 0) / MIB for outcome in result.outcomes]
+            if any(heights):
+                axes.bar(titles, heights, bottom=below, color=colour, label=category, width=0.6)
+            below = [low + high for low, high in zip(below, heights, strict=True)]
+        for place, (height, outcome) in enumerate(zip(below, result.outcomes, strict=True)):
+            axes.text(place, height, f"{outcome.peak_bytes / MIB:.1f}", ha="center", va="bottom")
+        axes.set_ylabel("peak of a step, MiB")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+        axes.set_title(
+            f"GPT of {result.config.layers} layers, d_model {result.config.d_model}", loc="left", fontsize=11
+        )

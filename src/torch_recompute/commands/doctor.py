@@ -1,7 +1,7 @@
 """`torch-recompute doctor MODEL`: the findings of `examine`, on a terminal or as JSON.
 
 MODEL and its options are those of `torch-recompute plan`, so the model of a plan is examined with the same words.
-Exit codes: 0 nothing found, 1 findings, 2 for what cannot be asked.
+Exit codes: 0 nothing found, 1 findings, 2 for a command line that cannot be followed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def add_command(commands: Any) -> None:
-    """Describes `torch-recompute doctor` to the command line."""
+    """Adds `torch-recompute doctor` to the command line."""
     parser = new_command(commands, "doctor")
     add_model_options(parser, weights="without weights, so that its step is simulated")
     parser.add_argument("--plan", type=Path, metavar="FILE.json", help="the plan to look at")
@@ -32,7 +32,7 @@ def add_command(commands: Any) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
-    """Runs `torch-recompute doctor`; 0 when there is nothing to find."""
+    """Runs `torch-recompute doctor`; 0 when nothing is found."""
     output = Output.of(args)
     plan = None if args.plan is None else read_plan(args.plan)
     if args.budget is not None:

@@ -1,4 +1,4 @@
-"""From the word MODEL of a command line to a module, a batch for it, and the training step around both.
+"""Builds the model, the batch and the training step that the options of a command line describe.
 
 MODEL is `pkg.module:name`, which is imported, with the current folder on the path as for `python -m`, and called unless
 it is a module already; or the path of a Hugging Face configuration; or a name in `presets.json`, which holds such
@@ -44,9 +44,9 @@ PRESETS: Mapping[str, dict[str, Any]] = json.loads((files(__package__ or "") / "
 """Configurations by name; fields that are the default of their `model_type` are left out."""
 SEQUENCE = 4096
 POINTS = 10
-"""Of a curve of budget against seconds."""
+"""The most points of a curve of budget against seconds."""
 STEP_WORDS = ("model", "batch", "sequence", "dtype", "optimizer", "device")
-"""The options that say which step is meant, in the file of a plan too."""
+"""The options that describe a step, on the command line and in the file of a plan."""
 
 _MODEL = "Write pkg.module:name, or the path of a Hugging Face config.json or of its folder."
 _OWN = (
@@ -56,7 +56,7 @@ _OWN = (
 
 
 def model_help(weights: str) -> str:
-    """The help text of MODEL; `weights` says how one from a configuration is built."""
+    """Returns the help text of MODEL; `weights` says how one from a configuration is built."""
     return (
         f"one of {', '.join(PRESETS)}; or the config.json (or its folder) of a Hugging Face model, which is built "
         f"{weights}; or pkg.module:name of a function that returns (model, batch) or (model, batch, loss), where batch "
@@ -65,7 +65,7 @@ def model_help(weights: str) -> str:
 
 
 def add_batch_options(parser: argparse.ArgumentParser) -> None:
-    """Gives a command what says of which size a model's batch is, and its weights."""
+    """Gives a command the options for the size of the batch and the type of the weights."""
     parser.add_argument("--batch", type=int, metavar="N", help="sequences or pictures in a step (1)")
     parser.add_argument("--sequence", type=int, metavar="N", help="tokens in a sequence (the model's, at most 4096)")
     parser.add_argument(
@@ -80,7 +80,7 @@ def add_model_options(parser: argparse.ArgumentParser, *, weights: str) -> None:
 
 
 def add_step_options(parser: argparse.ArgumentParser) -> None:
-    """Gives a command the rest of a step: the optimizer and the device."""
+    """Gives a command the options for the optimizer and the device."""
     parser.add_argument("--optimizer", metavar="NAME", help=f"{', '.join(OPTIMIZERS)} ({USUAL})")
     parser.add_argument(
         "--device", choices=(*DEVICES, "cpu"), help="what the seconds are of (h100; for a model with weights, its own)"
@@ -88,7 +88,7 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_loop_options(parser: argparse.ArgumentParser) -> None:
-    """Gives a command what says which training loop its peak is of."""
+    """Gives a command the options for the training loop."""
     group = parser.add_argument_group("the training loop that the peak is of")
     group.add_argument(
         "--no-hold-output",
@@ -107,13 +107,13 @@ def add_loop_options(parser: argparse.ArgumentParser) -> None:
 
 
 def loop_of(args: argparse.Namespace) -> Loop:
-    """The training loop of a command line."""
+    """Returns the training loop of a command line."""
     return Loop(args.hold_output, args.accumulate, args.set_to_none)
 
 
 @contextlib.contextmanager
 def autocasting(model: nn.Module, dtype: str | None) -> Generator[None]:
-    """Runs a block under autocast to a word of `DTYPES`, or to the name of such a dtype; without one, plainly."""
+    """Runs a block under autocast to a dtype, by a word of `DTYPES` or its name; without one, as it is."""
     if not dtype:
         yield
         return
@@ -131,12 +131,12 @@ def check_sizes(args: argparse.Namespace) -> None:
 
 
 def words_of(args: argparse.Namespace) -> dict[str, str | int]:
-    """The words that a command line was given for the step; those that were left out are not among them."""
+    """Returns the options of the step that a command line has, without those that were left out."""
     return {name: getattr(args, name) for name in STEP_WORDS if getattr(args, name) is not None}
 
 
 class Loaded(NamedTuple):
-    """A model, and the call that it is to be trained with, where the user has said one."""
+    """A model, and its call and loss where the user's function returns them."""
 
     model: nn.Module
     call: ExampleCall | None = None
@@ -144,7 +144,7 @@ class Loaded(NamedTuple):
 
 
 def load(model: str, dtype: torch.dtype | None = None, device: torch.device | str = "meta") -> Loaded:
-    """The model that a command line names.
+    """Builds or imports the model that a command line names.
 
     Args:
         model: `pkg.module:name`, the path of a `config.json` or of its folder, or a name of `PRESETS`.
@@ -181,10 +181,10 @@ def load(model: str, dtype: torch.dtype | None = None, device: torch.device | st
 
 
 def _unknown(model: str) -> str:
-    """Text for a word that names no model: what is close to it, and what to write for a name of the hub."""
+    """Returns the text of the error for an unknown model, with names close to it and what to write."""
     plain = {"".join(filter(str.isalnum, name.lower())): name for name in PRESETS}
-    said = "".join(filter(str.isalnum, model.rpartition("/")[2].lower()))
-    near = [plain[name] for name in difflib.get_close_matches(said, plain, n=2)]
+    word = "".join(filter(str.isalnum, model.rpartition("/")[2].lower()))
+    near = [plain[name] for name in difflib.get_close_matches(word, plain, n=2)]
     close = f" Close to it: {' or '.join(near)}." if near else ""
     write = _MODEL
     if model.count("/") == 1 and not model.startswith((".", "/", "~")):
@@ -243,7 +243,7 @@ def _from_python(model: str, where: str, name: str) -> Loaded:
 def _built(
     model: str, kind: str, fields: dict[str, Any], dtype: torch.dtype | None, device: torch.device | str
 ) -> nn.Module:
-    """A model of transformers with random weights, from its `model_type` and the other fields of its configuration."""
+    """Builds a model of transformers with random weights, from the fields of its configuration."""
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
@@ -266,13 +266,13 @@ def _built(
 
 
 def batch_for(model: nn.Module, word: str, batch: int | None = None, sequence: int | None = None) -> dict[str, Any]:
-    """The keyword arguments of one call.
+    """Returns the keyword arguments of one call.
 
     Args:
         model: A model of transformers.
-        word: What the user called it.
-        batch: How many sequences or pictures; 1 by default.
-        sequence: How many tokens each; by default as many as the model has positions, and at most 4096.
+        word: Its name on the command line.
+        batch: The number of sequences or pictures; 1 by default.
+        sequence: The number of tokens in each; by default as many as the model has positions, and at most 4096.
 
     Returns:
         `input_ids` (batch, sequence), or `pixel_values` (batch, channels, height, width), and `labels` where the
@@ -319,13 +319,13 @@ def batch_for(model: nn.Module, word: str, batch: int | None = None, sequence: i
 def random_batch(
     batch: Mapping[str, Any], model: nn.Module, device: torch.device | str, seed: int = 0
 ) -> dict[str, Any]:
-    """A batch of the same shapes with random contents on a device, for a step that is really run.
+    """Returns a batch of the same shapes with random contents on a device, for a step that is really run.
 
     Args:
         batch: From `batch_for`. Labels that are the tokens stay the tokens.
         model: The model; token ids and classes are those that it knows.
-        device: Where.
-        seed: Of the contents.
+        device: The device of the tensors.
+        seed: The seed of the contents.
     """
     config: Any = model.config
     draw = torch.Generator().manual_seed(seed)
@@ -358,7 +358,7 @@ def check_head(model: nn.Module, word: str, batch: Mapping[str, Any]) -> None:
 
 
 def load_with_batch(args: argparse.Namespace) -> tuple[nn.Module, ExampleCall, Loss, bool]:
-    """The model of a command line, its call and loss, and whether it was built here, on the meta device."""
+    """Returns the model of a command line, its call and loss, and whether it was built here, on the meta device."""
     check_sizes(args)
     model, call, loss = load(args.model, None if args.dtype is None else DTYPES[args.dtype])
     if call is None:
@@ -386,7 +386,7 @@ class AskedStep(TrainingStep):
 
     @staticmethod
     def asked(args: argparse.Namespace) -> AskedStep:
-        """The step of a command line."""
+        """Reads the step of a command line."""
         optimizer_of("--optimizer", args.optimizer)
         model, call, loss, built_here = load_with_batch(args)
         if built_here:
@@ -405,7 +405,7 @@ class AskedStep(TrainingStep):
         )
 
     def as_data(self) -> dict[str, Any]:
-        """The step as plain data."""
+        """Returns the step as plain data."""
         args, kwargs = self.call
         parameters = inspect.signature(self.model.forward).parameters.values()
         takes = (one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD)
@@ -432,5 +432,5 @@ def curve(profile: Profile, most: int = POINTS) -> list[Plan]:
 
 
 def made_by_a_function(option: str, model: str) -> str:
-    """Text for an option that describes what a function of the user makes."""
+    """Returns the text of the error for an option that a user's function decides."""
     return f"{option} is for models that are built here; {model} makes its own. Leave it out, and have it say so there."

@@ -1,7 +1,7 @@
 """The common part of all commands: output options, exit codes, progress, tables, files, the JSON document.
 
 `add_options` gives a command `--json`, `--quiet` and, where there is something to draw, `--plot`; `Output.of` refuses,
-before anything is computed, what could not be printed or drawn afterwards; then the command works within `at_work` or
+before anything is computed, what could not be printed or drawn afterwards. The command then works within `at_work` or
 `progress`, and passes its result to `give`.
 
 The result goes to stdout, everything else to stderr. A key that ends in `_bytes` holds whole bytes, one in `_seconds` a
@@ -30,17 +30,18 @@ from .._text import document as document
 from ..plan.plan import Plan
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from rich.console import Console
     from rich.table import Table
 
 OK = 0
-"""It is done, and every check passed."""
+"""Exit code: done, and every check passed."""
 FAILED = 1
-"""It is done, and a check failed: the output says which."""
+"""Exit code: done, and a check failed; the output says which."""
 USAGE = 2
-"""It cannot be done: stderr says what was passed, what was expected and what to write."""
+"""Exit code: cannot be done; stderr says what was passed, what was expected and what to write."""
 TOO_SMALL = 3
-"""Nothing fits into the memory there is: stderr says what would."""
+"""Exit code: nothing fits into the memory there is; stderr says what would."""
 INTERRUPTED = 130
 
 MIB, GIB = 2**20, 2**30
@@ -48,7 +49,7 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 def new_command(commands: Any, name: str, about: str = "") -> argparse.ArgumentParser:
-    """The parser of a command; `about` says what a command of a command is for."""
+    """Returns the parser of a new command; `about` describes a command of a command."""
     about = about or COMMANDS[name]
     return cast("argparse.ArgumentParser", commands.add_parser(name, help=about, description=about))
 
@@ -56,9 +57,9 @@ def new_command(commands: Any, name: str, about: str = "") -> argparse.ArgumentP
 def add_options(
     parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int], *, plot: str = "", as_well: str = ""
 ) -> None:
-    """Gives a command the options that all have, and the function that runs it and returns the exit code.
+    """Gives a command the common options, and the function that runs it and returns the exit code.
 
-    A command that can draw says what (`plot`), and may have another name for `--plot` (`as_well`).
+    `plot` describes the picture of a command that draws one, and `as_well` is another name for `--plot`.
     """
     if plot:
         names = ("--plot", as_well) if as_well else ("--plot",)
@@ -76,7 +77,7 @@ def add_explain(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Output:
-    """The output options of a command line: as a document instead of a table, without progress, and where to draw."""
+    """The output options of a command line: JSON instead of a table, no progress, and a file for a picture."""
 
     json: bool = False
     quiet: bool = False
@@ -84,7 +85,7 @@ class Output:
 
     @staticmethod
     def of(args: argparse.Namespace) -> Output:
-        """The options of a command line; refused where they cannot be followed."""
+        """Reads the options of a command line; refuses those that cannot be followed."""
         output = Output(args.json, args.quiet, getattr(args, "plot", None))
         if output.plot is not None:
             if output.plot.suffix.lower() not in PICTURES:
@@ -107,15 +108,15 @@ class Output:
 
     @contextmanager
     def at_work(self, word: str) -> Generator[None]:
-        """Says on a terminal what is being done, in a line that goes when it ends."""
+        """Shows on a terminal what is being done, in a line that goes when it ends."""
         with at_work(word, show=not self.quiet):
             yield
 
     @contextmanager
     def progress(self, total: int) -> Generator[Callable[[str], None]]:
-        """Shows progress on stderr; yields what is to be called after each of `total` pieces of work, with a word.
+        """Shows progress on stderr; yields a function to call after each of `total` pieces of work, with a word.
 
-        Work inside says nothing of itself.
+        Lines of `at_work` inside are not shown.
         """
         with at_work("", show=False), self._counting(total) as advance:
             yield advance
@@ -155,7 +156,7 @@ class Output:
 
 
 def new_console(*, highlight: bool = False, soft_wrap: bool = True) -> Console:
-    """The console that results are printed on; the options are those of rich."""
+    """Returns the console that results are printed on; the options are those of rich."""
     from rich.console import Console
 
     plain: dict[str, Any] = {"force_terminal": False, "color_system": None} if _no_color() else {}
@@ -163,7 +164,7 @@ def new_console(*, highlight: bool = False, soft_wrap: bool = True) -> Console:
 
 
 def new_table(*titles: str) -> Table:
-    """A table of rich: a column without a title is aligned to the left, the others are columns of figures."""
+    """Returns a table of rich: a column without a title is aligned to the left, the others to the right."""
     from rich import box
     from rich.table import Table
 
@@ -171,6 +172,17 @@ def new_table(*titles: str) -> Table:
     for title in titles:
         table.add_column(title, justify="right" if title else "left")
     return table
+
+
+@contextmanager
+def drawing(path: Path, size: tuple[float, float], dpi: int = 150) -> Generator[Figure]:
+    """Yields an empty picture, which is written to `path` at the end."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    yield figure
+    with writing("--plot", path):
+        figure.savefig(path, dpi=dpi)
 
 
 def check_folder(option: str, path: Path) -> None:
@@ -195,13 +207,13 @@ def _cannot_write(option: str, path: Path, why: str) -> errors.ArgumentError:
 
 
 def write_text(option: str, path: Path, text: str) -> None:
-    """Writes what an option asks for into a file."""
+    """Writes a text to the file that an option names."""
     with writing(option, path):
         path.write_text(text, encoding="utf-8")
 
 
 def reason(error: OSError) -> str:
-    """The system's reason for an error, in lower case."""
+    """Returns the system's reason for an error, in lower case."""
     return (error.strerror or str(error)).lower()
 
 
@@ -212,7 +224,7 @@ def write_plan(path: Path, plan: Plan, words: Mapping[str, str | int] | None = N
 
 
 def read_plan(path: Path, option: str = "--plan") -> Plan:
-    """The plan in a file that an option names."""
+    """Reads the plan in a file that an option names."""
     try:
         return Plan.from_json(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -232,5 +244,5 @@ def _no_color() -> bool:
 
 
 def _moves() -> bool:
-    """Whether stderr may show what moves; without rich, and where colours are not wanted, there are lines."""
+    """Returns whether stderr may show a moving bar; without rich, or with `NO_COLOR`, progress is lines."""
     return sys.stderr.isatty() and not _no_color() and find_spec("rich") is not None

@@ -1,12 +1,12 @@
-"""`torch-recompute plan MODEL --budget 24GiB`: a plan for a model that this machine need not be able to hold.
+"""`torch-recompute plan MODEL --budget 24GiB`: makes a plan for a model that need not fit on this machine.
 
-MODEL and a few options describe the whole step: which model, a batch of which size, which optimizer, which device. The
-model is on meta, the device is a data sheet, and the plan is that of `make_plan`. `--out` writes it for
-`Plan.from_json`, beside the words of the command line, so that `torch-recompute report` can do the step again.
-`--frontier` shows the whole curve of budget against seconds from one profile instead. With `--tp`, `--pp` or another of
-these the step is spread over ranks, and there is a plan for each rank of the pipeline: the ranks of a tensor-parallel
-group and the replicas do the same. `--budget` is then that of every rank; a share is of each rank's own activation
-memory. `--out plan.json` writes `plan-rank0.json` and so on, each for `Plan.from_json` where that rank runs.
+MODEL and a few options describe the whole step: the model, the size of the batch, the optimizer, the device. The model
+is on meta, the device is a data sheet, and the plan is that of `make_plan`. `--out` writes it for `Plan.from_json`,
+beside the options of the step, so that `torch-recompute report` can simulate the step again. `--frontier` shows the
+whole curve of budget against seconds from one profile instead. With `--tp`, `--pp` and the like the step is spread over
+ranks, and there is a plan for each rank of the pipeline: the ranks of a tensor-parallel group, and the replicas, have
+the same one. `--budget` is then that of every rank; a share is of each rank's own activation memory. `--out plan.json`
+writes `plan-rank0.json` and so on, each for `Plan.from_json` on that rank.
 """
 
 from __future__ import annotations
@@ -25,22 +25,10 @@ from ..planner.layout import Layout, LayoutPlanner, RankPlan, no_pipeline, step_
 from ..planner.planner import Planner
 from ..planner.profile import Profile
 from ..training_step import OPTIMIZERS, optimizer_of
-from .models import (
-    DTYPES,
-    AskedStep,
-    add_loop_options,
-    add_model_options,
-    add_step_options,
-    autocasting,
-    batch_for,
-    check_head,
-    check_sizes,
-    curve,
-    load,
-    loop_of,
-    words_of,
-)
-from .output import OK, Output, add_explain, add_options, check_folder, document, new_command, new_table, write_plan
+from . import models
+from . import output as out
+from .models import DTYPES, AskedStep
+from .output import OK, Output
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -54,9 +42,9 @@ CURVE_WORDS = {
     "regions": "how many modules, or groups of them, are recomputed",
     "from the best": "no schedule within the budget saves more than this of the step",
 }
-"""The columns of the curve."""
+"""The columns of the curve, and what they mean."""
 RANK_OPTIMIZERS = ("adamw", "sgd", "none")
-LEAN_OPTIMIZERS = ("adamw-fused", "adafactor", "sgd")  # of those with a name, what may take less than another
+LEAN_OPTIMIZERS = ("adamw-fused", "adafactor", "sgd")  # optimizers that may take less memory than another
 SIZES = ("tp", "pp", "vpp", "dp", "mbs")
 TITLES = (
     *("rank", "in flight", "weights", "grads", "optimizer", "activations", "peak", "plain peak"),
@@ -65,9 +53,9 @@ TITLES = (
 
 
 def add_command(commands: Any) -> None:
-    """Describes `torch-recompute plan` to the command line."""
-    parser = new_command(commands, "plan")
-    add_model_options(parser, weights="without weights")
+    """Adds `torch-recompute plan` to the command line."""
+    parser = out.new_command(commands, "plan")
+    models.add_model_options(parser, weights="without weights")
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument(
         "--budget",
@@ -75,8 +63,8 @@ def add_command(commands: Any) -> None:
         help='the most bytes alive in the step, as 24GiB; or a share of the activation memory, as 0.4 or "40%%"',
     )
     asked.add_argument("--frontier", action="store_true", help="what ten budgets cost, instead of a plan for one")
-    add_step_options(parser)
-    add_loop_options(parser)
+    models.add_step_options(parser)
+    models.add_loop_options(parser)
     parser.add_argument(
         "--offload",
         nargs="?",
@@ -88,9 +76,9 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="FILE.json", help="write the plan, for Plan.from_json and torch-recompute report"
     )
-    add_explain(parser)
+    out.add_explain(parser)
     _add_rank_options(parser)
-    add_options(parser, command, plot="the curve of --frontier")
+    out.add_options(parser, command, plot="the curve of --frontier")
 
 
 def command(args: argparse.Namespace) -> int:
@@ -100,23 +88,23 @@ def command(args: argparse.Namespace) -> int:
         if getattr(args, option) is not None and not getattr(args, other):
             raise errors.ArgumentError(errors.goes_with(f"--{option}", f"--{other}"))
     if args.out is not None:
-        check_folder("--out", args.out)
+        out.check_folder("--out", args.out)
     if args.budget is not None:
         read_budget(args.budget)
-    loop_of(args)
+    models.loop_of(args)
     layout = _layout_of(args)
     if layout is not None:
         return _plan_ranks(args, layout, output)
     with output.at_work(f"building {args.model}"):
         step = AskedStep.asked(args)
-    with autocasting(step.model, args.autocast):
+    with models.autocasting(step.model, args.autocast):
         with output.at_work(f"profiling {step}"):
             planner = Planner(step, offload=step.offload)
         profile = planner.profile
         with output.at_work("planning"):
-            plans = curve(profile) if args.frontier else [_planned(planner, args)]
+            plans = models.curve(profile) if args.frontier else [_planned(planner, args)]
     if args.out is not None:
-        write_plan(args.out, plans[0], words_of(args))
+        out.write_plan(args.out, plans[0], models.words_of(args))
     if output.plot is not None:
         _draw(output.plot, profile, plans, str(step))
     output.give(
@@ -127,7 +115,7 @@ def command(args: argparse.Namespace) -> int:
 
 
 def _planned(planner: Planner, args: argparse.Namespace) -> Plan:
-    """The plan for a budget; where there is none, what to write on the command line."""
+    """Makes the plan for a budget; where there is none, the error says what to write on the command line."""
     try:
         return planner.plan(args.budget)
     except errors.BudgetError as error:
@@ -144,15 +132,15 @@ def _planned(planner: Planner, args: argparse.Namespace) -> Plan:
 
 
 def _others(planner: Planner, least: Plan) -> str:
-    """The least peak with each optimizer that takes less than the one asked for."""
+    """Returns the least peak with each optimizer that takes less memory than the step's, in words."""
     peaks = {name: planner.peak_with(least, OPTIMIZERS[name]) for name in LEAN_OPTIMIZERS}
     lower = {name: peak for name, peak in peaks.items() if peak < (least.predicted_peak_bytes or 0)}
-    said = ", ".join(f"{errors.size(peak, up=True)} with --optimizer {name}" for name, peak in lower.items())
-    return f", or another optimizer: the least peak is {said}" if said else ""
+    peaks_listed = ", ".join(f"{errors.size(peak, up=True)} with --optimizer {name}" for name, peak in lower.items())
+    return f", or another optimizer: the least peak is {peaks_listed}" if lower else ""
 
 
 def _to_json(step: AskedStep, profile: Profile, plans: Sequence[Plan], *, frontier: bool) -> str:
-    """The plan, or the plans along the curve, as a JSON document; `Plan.from_json` reads each of them."""
+    """Returns the plan, or the plans along the curve, as a JSON document; `Plan.from_json` reads each."""
     data = [json.loads(plan.to_json()) for plan in plans]
     found = {
         **step.as_data(),
@@ -161,7 +149,7 @@ def _to_json(step: AskedStep, profile: Profile, plans: Sequence[Plan], *, fronti
         "advice": profile.advice if frontier or plans[0].prediction is None else plans[0].prediction.advice,
         **({"frontier": data} if frontier else {"plan": data[0]}),
     }
-    return document("plan", SCHEMA_VERSION, found)
+    return out.document("plan", SCHEMA_VERSION, found)
 
 
 def _print(
@@ -190,7 +178,7 @@ def _print_curve(console: Console, profile: Profile, plans: Sequence[Plan]) -> N
     )
     if profile.loop is not None:
         console.print(f"counted: {profile.loop}")
-    rows = new_table(f"budget {name}", *[*CURVE_WORDS][1:])
+    rows = out.new_table(f"budget {name}", *[*CURVE_WORDS][1:])
     for plan in plans:
         promise = plan.prediction
         assert promise is not None
@@ -211,31 +199,28 @@ def _print_curve(console: Console, profile: Profile, plans: Sequence[Plan]) -> N
 
 def _draw(path: Path, profile: Profile, plans: Sequence[Plan], title: str) -> None:
     """Draws the curve, the bound below it, and the step without recomputation."""
-    from matplotlib.figure import Figure
-
     promises = [plan.prediction for plan in plans if plan.prediction is not None]
     unit, name = errors.unit_of(profile.plain_peak_bytes)
     budgets = [promise.budget_bytes / unit for promise in promises]
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    axes.plot(budgets, [1000 * promise.step_seconds for promise in promises], "o-", label="plans")
-    bound = [1000 * promise.bound_seconds for promise in promises]
-    axes.plot(budgets, bound, ":", color="#9a9a9a", label="no schedule takes less")
-    axes.plot(
-        [profile.plain_peak_bytes / unit], [1000 * profile.costs.step_seconds], "s", label="without recomputation"
-    )
-    axes.set_xlabel(f"peak of the step, {name}")
-    axes.set_ylabel(f"step, ms on {profile.device}")
-    axes.set_title(title, fontsize=8, wrap=True)
-    axes.legend()
-    figure.savefig(path, dpi=150)
+    with out.drawing(path, (7, 4.5)) as figure:
+        axes = figure.add_subplot()
+        axes.plot(budgets, [1000 * promise.step_seconds for promise in promises], "o-", label="plans")
+        bound = [1000 * promise.bound_seconds for promise in promises]
+        axes.plot(budgets, bound, ":", color="#9a9a9a", label="no schedule takes less")
+        axes.plot(
+            [profile.plain_peak_bytes / unit], [1000 * profile.costs.step_seconds], "s", label="without recomputation"
+        )
+        axes.set_xlabel(f"peak of the step, {name}")
+        axes.set_ylabel(f"step, ms on {profile.device}")
+        axes.set_title(title, fontsize=8, wrap=True)
+        axes.legend()
 
 
 # --- a step that is spread over ranks ---------------------------------------------------------------------------------
 
 
 def _add_rank_options(parser: argparse.ArgumentParser) -> None:
-    """Describes the options to the command line."""
+    """Adds the options of a step that is spread over ranks."""
     group = parser.add_argument_group(
         "a step that is spread over ranks",
         "One plan for each rank of the pipeline. --budget is that of each rank. For language models by name or "
@@ -255,12 +240,12 @@ def _add_rank_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _goes_without(option: str, other: str, why: str) -> str:
-    """Text for an option that excludes another one."""
+    """Returns the text of the error for an option that excludes another one."""
     return f"{option} does not go with {other}: {why}. Leave one of them out."
 
 
 def _layout_of(args: argparse.Namespace) -> Layout | None:
-    """The spread of the step over ranks that a command line asks for; None for one rank."""
+    """Returns the layout over ranks that a command line describes; None for one rank."""
     given = {name: value for name in SIZES if (value := getattr(args, name)) is not None}
     if not given and not args.sequence_parallel:
         return None
@@ -271,11 +256,11 @@ def _layout_of(args: argparse.Namespace) -> Layout | None:
         raise errors.ArgumentError(_goes_without("--offload", option, "plans of ranks keep all on the device"))
     loop = {"--no-hold-output": args.hold_output, "--accumulate": args.accumulate == 1}
     loop |= {"--no-set-to-none": args.set_to_none, "--autocast": args.autocast is None}
-    said = next((word for word, is_default in loop.items() if not is_default), None)
-    if said is not None:
+    changed = next((word for word, is_default in loop.items() if not is_default), None)
+    if changed is not None:
         why = "the schedule of a pipeline says what a rank holds"
-        raise errors.ArgumentError(_goes_without(said, option, why))
-    check_sizes(args)
+        raise errors.ArgumentError(_goes_without(changed, option, why))
+    models.check_sizes(args)
     optimizer_of("--optimizer", args.optimizer)
     args.optimizer = args.optimizer or RANK_OPTIMIZERS[0]
     if args.optimizer not in RANK_OPTIMIZERS:
@@ -287,13 +272,13 @@ def _layout_of(args: argparse.Namespace) -> Layout | None:
 def _plan_ranks(args: argparse.Namespace, layout: Layout, output: Output) -> int:
     """Plans a step that is spread over ranks; 0 when every rank has a plan."""
     with output.at_work(f"building {args.model}"):
-        model, own, _ = load(args.model, None if args.dtype is None else DTYPES[args.dtype])
+        model, own, _ = models.load(args.model, None if args.dtype is None else DTYPES[args.dtype])
         if own is not None:
             raise errors.ArgumentError(no_pipeline(args.model, type(model).__name__))
-        batch = batch_for(model, args.model, layout.mbs, args.sequence)
+        batch = models.batch_for(model, args.model, layout.mbs, args.sequence)
         if "input_ids" not in batch:
             raise errors.ArgumentError(no_pipeline(args.model, type(model).__name__))
-        check_head(model, args.model, batch)
+        models.check_head(model, args.model, batch)
         tokens = int(batch["input_ids"].shape[1])
     device = args.device or "h100"
     with output.at_work(f"profiling {args.model} on {layout}"):
@@ -302,7 +287,7 @@ def _plan_ranks(args: argparse.Namespace, layout: Layout, output: Output) -> int
         plans = planner.plans(args.budget)
     if args.out is not None:
         for plan in plans:
-            write_plan(args.out.with_name(f"{args.out.stem}-rank{plan.rank}{args.out.suffix}"), plan.plan)
+            out.write_plan(args.out.with_name(f"{args.out.stem}-rank{plan.rank}{args.out.suffix}"), plan.plan)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     head = f"{args.model}: {parameters:,} parameters, {tokens} tokens, optimizer {args.optimizer}"
     output.give(
@@ -312,9 +297,9 @@ def _plan_ranks(args: argparse.Namespace, layout: Layout, output: Output) -> int
 
 
 def _ranks_to_json(args: argparse.Namespace, layout: Layout, plans: Sequence[RankPlan], tokens: int) -> str:
-    """All figures and plans as a JSON document; `Plan.from_json` reads each plan."""
+    """Returns all figures and plans as a JSON document; `Plan.from_json` reads each plan."""
     ranks: list[dict[str, Any]] = [{**plan.as_data(), "plan": json.loads(plan.plan.to_json())} for plan in plans]
-    return document(
+    return out.document(
         "plan",
         SCHEMA_VERSION,
         {
@@ -331,7 +316,7 @@ def _ranks_to_json(args: argparse.Namespace, layout: Layout, plans: Sequence[Ran
 
 
 def _print_ranks(console: Console, head: str, layout: Layout, plans: Sequence[RankPlan]) -> None:
-    """The ranks, their plans, and the step."""
+    """Prints the ranks, their plans, and the step."""
     console.print(head, style="bold")
     console.print(str(layout))
     unit, name = errors.unit_of(max(plan.plain_peak_bytes for plan in plans))
@@ -373,5 +358,5 @@ def _rank_row(plan: RankPlan, unit: int) -> tuple[str, ...]:
 
 
 def _ranges(chunks: Sequence[Sequence[int]]) -> str:
-    """The numbers of layers, those in a row as a range."""
+    """Returns the numbers of layers, those in a row as a range."""
     return ", ".join(f"{chunk[0]}-{chunk[-1]}" if len(chunk) > 1 else str(chunk[0]) for chunk in chunks)

@@ -1,9 +1,9 @@
-"""`torch-recompute report plan.json -o report.html`: what a plan does to the step, to look at.
+"""`torch-recompute report plan.json -o report.html`: makes a page that shows what a plan does to the step.
 
 The step is simulated with the plan, without, and with plans along the curve of budget against seconds; all of it
 becomes one document (`report_data.py`), and the document a page, a picture, a snapshot for PyTorch's viewer of
-allocations, or a table. A file that `torch-recompute plan --out` wrote says which step it is for; for any other plan
-the command line has to.
+allocations, or a table. A file that `torch-recompute plan --out` wrote holds the options of its step; for any other
+plan the command line has to give them.
 
 The page is a template, a style and two scripts (`page/`) and the document, in one text. Nothing is fetched: its own
 security policy forbids it. The pictures are SVG that some two hundred lines of JavaScript draw from the document; the
@@ -79,12 +79,12 @@ def report(
     points: int = POINTS,
     title: str = "",
 ) -> str:
-    """A page on a plan: memory over the step, what other budgets would cost, and the placements.
+    """Makes a page on a plan: memory over the step, what other budgets would cost, and the placements.
 
         Path("report.html").write_text(report(plan, model, batch, optimizer="adamw"))
 
     The step is that of the training loop that the plan was made for. It is simulated some `points` + 2 times, and the
-    model is profiled once; what a profile runs is said at `profile`.
+    model is profiled once; see `profile` for what that runs.
 
     Args:
         plan: The plan, from a budget, a configuration or written by hand.
@@ -94,8 +94,8 @@ def report(
         loss: From the model's output to a scalar; see `simulate`.
         optimizer: See `simulate`.
         device: What the seconds are of; see `make_plan`.
-        points: How many plans along the curve of budget against seconds there are at most; 0 for none.
-        title: What the page is called; by default the model's class.
+        points: The most plans along the curve of budget against seconds; 0 for none.
+        title: The title of the page; by default the model's class.
 
     Returns:
         A text of HTML that needs no other file and no network.
@@ -116,7 +116,7 @@ def _check_points(points: int) -> None:
 
 
 def render(data: Mapping[str, Any]) -> str:
-    """The page of a document, see `collect`."""
+    """Returns the page of a document; see `collect`."""
     # In a script a "<" might begin its end, or a comment.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     folder = files(__package__ or "") / "page"
@@ -125,7 +125,7 @@ def render(data: Mapping[str, Any]) -> str:
 
 
 def add_command(commands: Any) -> None:
-    """Describes `torch-recompute report` to the command line."""
+    """Adds `torch-recompute report` to the command line."""
     parser = out.new_command(commands, "report")
     parser.add_argument(
         "plan", type=Path, metavar="PLAN", help="a plan's file, from torch-recompute plan --out or Plan.to_json"
@@ -147,7 +147,7 @@ def add_command(commands: Any) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
-    """Runs `torch-recompute report`; 0 when there is something to look at."""
+    """Runs `torch-recompute report`; 0 when the step could be simulated."""
     output = Output.of(args)
     for option in ("out", "snapshot"):
         if getattr(args, option) is not None:
@@ -182,7 +182,7 @@ def _document(seen: Reported) -> dict[str, Any]:
 
 
 def _step(args: argparse.Namespace) -> argparse.Namespace:
-    """The command line that says which step is meant: that of the plan's file, or this one's if it names a model."""
+    """Returns the options that describe the step: those in the plan's file, or these if they name a model."""
     given = models.words_of(args)
     if "model" not in given:
         words: Any = json.loads(args.plan.read_text(encoding="utf-8")).get("task")
@@ -208,7 +208,7 @@ def _step(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def _print(console: Console, data: Mapping[str, Any]) -> None:
-    """The step with the plan, and what other plans would take."""
+    """Prints the step with the plan, and what other plans would take."""
     steps, names = data["steps"], data["names"]
     chosen, plain = steps[data["chosen"]], steps[data["plain"]]
     console.print(data["title"], style="bold", markup=False)
@@ -244,17 +244,14 @@ def _print(console: Console, data: Mapping[str, Any]) -> None:
 
 def _draw(path: Path, data: Mapping[str, Any]) -> None:
     """Draws the step with the plan, and below it the peaks and times of all plans."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 7), layout="constrained")
-    above, strip, below = figure.subplots(3, 1, height_ratios=(10, 0.6, 6))
     unit, word = errors.unit_of(data["steps"][data["plain"]]["peak_bytes"])
-    _draw_step(above, strip, data, unit)
-    _draw_curve(below, data, unit)
-    above.set_ylabel(f"alive, {word}")
-    below.set_xlabel(f"peak of the step, {word}")
-    figure.suptitle(data["title"], fontsize=9, wrap=True)
-    figure.savefig(path, dpi=120)
+    with out.drawing(path, (9, 7), dpi=120) as figure:
+        above, strip, below = figure.subplots(3, 1, height_ratios=(10, 0.6, 6))
+        _draw_step(above, strip, data, unit)
+        _draw_curve(below, data, unit)
+        above.set_ylabel(f"alive, {word}")
+        below.set_xlabel(f"peak of the step, {word}")
+        figure.suptitle(data["title"], fontsize=9, wrap=True)
 
 
 def _draw_step(axes: Any, strip: Any, data: Mapping[str, Any], unit: int) -> None:

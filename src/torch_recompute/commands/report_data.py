@@ -1,13 +1,14 @@
-"""The document of a report, as plain data: the step at every moment, with the plan, without, and along the frontier.
+"""Collects the document of a report: the step at every moment, with the plan, without, and along the frontier.
 
-Page and picture are made from the document alone. Its `steps` differ in their plans, the least peak first, and are
-simulated with the same batch, so that all figures are of one kind. Of the moments of a step, which may be a hundred
-thousand, it has as many as a screen has columns, each the highest of its stretch; so the peak is always among them.
+Page and picture are made from the document alone, which is plain data. Its `steps` differ in their plans, the least
+peak first, and are simulated with the same batch, so that all figures are comparable. Of the moments of a step, which
+may be a hundred thousand, it has as many as a screen has columns, each the highest of its stretch; so the peak is
+always among them.
 
-A step's clock is the sum of the prices of what ran before, without gaps. Where operations are timed on this machine a
-plan's seconds are also scaled to whole steps that were run, which cannot be said of a single moment. Bytes are stacked
-by category, and activations by what made them: the forward, a replay, or backward itself; the layers of a sample sum to
-the bytes alive. Host memory is a series of its own.
+The time of a moment is the sum of the prices of the operations before it, without gaps. Where operations are timed on
+this machine a plan's seconds are also scaled to whole steps that were run, which is not possible for a single moment.
+Bytes are stacked by category, and activations by what made them: the forward, a replay, or backward itself; the layers
+of a sample sum to the bytes alive. Host memory is a series of its own.
 """
 
 from __future__ import annotations
@@ -77,14 +78,14 @@ class Timed:
             before = hosted
 
     def after(self, event: int) -> tuple[float, int]:
-        """The seconds and the bytes in host memory after an event, or after the operation before it."""
+        """Returns the seconds and the bytes in host memory after an event, or after the operation before it."""
         return self._after.get(event) or self._after.get(event - 1, (0.0, 0))
 
 
 class Clock:
     """Simulates a step with different plans, and times it.
 
-    `device` is what the device is called; it is known after the first simulation.
+    `device` is the name of the device; it is known after the first simulation.
     """
 
     def __init__(self, step: TrainingStep) -> None:
@@ -93,14 +94,14 @@ class Clock:
         self.device = ""
 
     def frontier(self, plan: Plan, points: int = POINTS) -> list[Plan]:
-        """The plans along the curve of budget against seconds that one is compared with."""
+        """Returns the plans along the curve of budget against seconds that one is compared with."""
         if not points:
             return []
         profile = Planner(self.step).profile
         return [one for one in curve(profile, points) if one.choices and one.choices != plan.choices]
 
     def timed(self, plan: Plan) -> Timed:
-        """The step with a plan."""
+        """Simulates the step with a plan."""
         ran: list[Op | None] = []
         held: list[int] = []
         stores = stores_for(plan, self.step)
@@ -164,7 +165,7 @@ def collect(
 
 
 def _notes(simulation: Simulation, step: dict[str, Any]) -> list[str]:
-    """Notes for the reader below the table."""
+    """Returns the notes below the table."""
     notes = [f"Assumed: {words}" for words in simulation.assumed]
     times = simulation.loop.accumulate
     if times > 1:
@@ -189,19 +190,19 @@ def _notes(simulation: Simulation, step: dict[str, Any]) -> list[str]:
 
 
 def _promise(plan: Plan, step: Timed, plain: Timed, clock: Clock) -> dict[str, Any]:
-    """The placements of a plan, and its promise."""
+    """Returns the placements of a plan, and the figures that it promised."""
     choices, prediction = in_force(plan, clock.step.model, *clock.step.call)
     lines = placements(choices, prediction, step, plain)
-    said = ("budget", "budget_bytes", "peak_bytes", "step_seconds", "device")
+    names = ("budget", "budget_bytes", "peak_bytes", "step_seconds", "device")
     return {
         "regions": len(choices),
-        "promised": None if prediction is None else {name: getattr(prediction, name) for name in said},
+        "promised": None if prediction is None else {name: getattr(prediction, name) for name in names},
         "placements": [{**dataclasses.asdict(line), "why": line.why} for line in lines],
     }
 
 
 def _step(timed: Timed, names: dict[str, int]) -> dict[str, Any]:
-    """One step; modules and operations are numbers of `names`, which grows."""
+    """Returns one step as data; modules and operations are numbers of `names`, which grows."""
 
     def number(name: str) -> int:
         return names.setdefault(name, len(names))
@@ -232,7 +233,7 @@ def _step(timed: Timed, names: dict[str, int]) -> dict[str, Any]:
 
 
 def sampled(timeline: Sequence[Moment], most: int) -> list[Moment]:
-    """The first and the last moment, and the (first) highest of each of at most so many stretches in between."""
+    """Returns the first and last moment, and the highest of each of at most `most` stretches."""
     length = -(-len(timeline) // most)
     stretches = [timeline[start : start + length] for start in range(0, len(timeline), length)]
     highest = [max(stretch, key=lambda moment: moment.live_bytes) for stretch in stretches]
@@ -242,7 +243,7 @@ def sampled(timeline: Sequence[Moment], most: int) -> list[Moment]:
 
 
 def stacked(blocks: Sequence[Block], events: Sequence[int]) -> dict[str, list[int]]:
-    """The bytes alive after some events, in rising order, by layer."""
+    """Returns the bytes alive after some events, in rising order, by layer."""
     changes: dict[int, list[tuple[str, int]]] = {}
     for block in blocks:
         layer = block.category
@@ -266,7 +267,7 @@ def stacked(blocks: Sequence[Block], events: Sequence[int]) -> dict[str, list[in
 def in_force(
     plan: Plan, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Choice, ...], Prediction | None]:
-    """The choices that a call goes by, and what was promised for them."""
+    """Returns the choices that a call uses, by its size, and the prediction for them."""
     number = Sizes(plan).number(size_of(parameters(model), args, kwargs))
     if number < len(plan.sizes):
         return plan.sizes[number].choices, plan.sizes[number].prediction
@@ -276,9 +277,9 @@ def in_force(
 def placements(
     choices: tuple[Choice, ...], prediction: Prediction | None, step: Timed, plain: Timed
 ) -> tuple[Line, ...]:
-    """The rows of the table: what becomes of each part of the model, and the bytes and seconds of that.
+    """Returns the rows of the table: what the plan does with each part of the model, and its bytes and seconds.
 
-    A plan for a budget carries this table, and it is taken as it is, as long as the step is the one that was planned.
+    A plan for a budget has this table, and it is used as long as the step is the one that was planned.
     For any other plan the rows follow from two simulations, with the choices (`step`) and without (`plain`): a region
     keeps and frees the bytes that the modules in it made and left for backward, and costs the seconds of replays in
     them.
@@ -305,5 +306,5 @@ def _what(choice: Choice) -> str:
     together = f"{len(choice.paths)} together " if len(choice.paths) > 1 else ""
     kept = f", {', '.join(choice.keep)} kept" if choice.keep else ""
     stored = f"; inputs {stored_in(choice.store)}" if choice.store else ""
-    asked = f" ({' '.join(choice.labels)})" if choice.labels else ""
-    return f"{together}recomputed{kept}{stored}{asked}"
+    labels = f" ({' '.join(choice.labels)})" if choice.labels else ""
+    return f"{together}recomputed{kept}{stored}{labels}"

@@ -1,8 +1,8 @@
-"""`torch-recompute show MODEL`: what a model is made of, and which labels would place something there.
+"""`torch-recompute show MODEL`: prints the parts of a model, and the labels that make regions around them.
 
-A configuration names parts of the model: `core_attn`, `moe_act`, a path. This says before a training run whether a word
-matches anything, and what: the tree of units as `find_units` sees it, each with the labels that put a region around it,
-and below it how many regions each label makes in the whole model. Layers that are made alike are one row.
+A configuration names parts of the model: `core_attn`, `moe_act`, a path. This shows before a training run what each
+word matches: the tree of units that `find_units` finds, each with the labels that put a region around it, and below it
+how many regions each label makes in the whole model. Layers that are made alike are one row.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SCHEMA_VERSION = 1
 
 
 def add_command(commands: Any) -> None:
-    """Describes `torch-recompute show` to the command line."""
+    """Adds `torch-recompute show` to the command line."""
     parser = new_command(commands, "show")
     parser.add_argument(
         "model",
@@ -38,7 +38,7 @@ def add_command(commands: Any) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
-    """Runs `torch-recompute show`; 0 when there was something to show."""
+    """Runs `torch-recompute show`; 0 when the model could be built."""
     output = Output.of(args)
     with output.at_work(f"building {args.model}"):
         units = find_units(load(args.model).model)
@@ -47,7 +47,7 @@ def command(args: argparse.Namespace) -> int:
 
 
 def labels_at(units: Units) -> dict[str, tuple[str, ...]]:
-    """The labels that make a region around each module."""
+    """Returns the labels that make a region around each module, by path."""
     found: dict[str, tuple[str, ...]] = {}
     for label in LABELS:
         for choice in choices(units, label):
@@ -57,7 +57,7 @@ def labels_at(units: Units) -> dict[str, tuple[str, ...]]:
 
 
 def _to_json(units: Units) -> str:
-    """The units and their labels as a JSON document."""
+    """Returns the units and their labels as a JSON document."""
     here = labels_at(units)
     data = {
         "model": units.model,
@@ -71,7 +71,7 @@ def _to_json(units: Units) -> str:
 
 
 def _print(console: Console, units: Units, *, explain: bool) -> None:
-    """The tree, how many regions each label makes, and what roles and labels there are."""
+    """Prints the tree, the number of regions that each label makes, and what roles and labels mean."""
     from rich.text import Text
 
     stacks = ", ".join(

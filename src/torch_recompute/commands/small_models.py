@@ -48,7 +48,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width, bias=bias)
 
     def forward(self, x: Tensor, source: Tensor | None = None) -> Tensor:
-        """Mix each position with those of the source, by default the same sequence."""
+        """Mixes each position with those of the source, by default the same sequence."""
         source = x if source is None else source
         q, k, v = (
             product(of).unflatten(-1, (-1, self.head)).transpose(1, 2)
@@ -71,7 +71,7 @@ class Gated(nn.Module):
 
 
 def mlp(width: int) -> nn.Module:
-    """The MLP of a GPT."""
+    """Returns the MLP of a GPT."""
     return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
 
@@ -85,18 +85,18 @@ class TransformerBlock(nn.Module):
         self.dropout = nn.Dropout()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Adds what attention and the MLP make of it."""
+        """Adds the outputs of attention and of the MLP."""
         x = x + self.dropout(self.attention(self.norm1(x)))
         return x + self.dropout(self.mlp(self.norm2(x)))
 
     @classmethod
     def gpt(cls, width: int, *, causal: bool = True, head: int = HEAD) -> TransformerBlock:
-        """A layer of a GPT, or of an encoder."""
+        """Returns a layer of a GPT, or of an encoder."""
         return cls(nn.LayerNorm, width, Attention(width, causal=causal, head=head), mlp(width))
 
     @classmethod
     def llama(cls, width: int) -> TransformerBlock:
-        """A layer with RMS norms, a gate, fewer heads of keys and no biases."""
+        """Returns a layer with RMS norms, a gate, fewer heads of keys and no biases."""
         return cls(nn.RMSNorm, width, Attention(width, 2, bias=False), Gated(width, 8 * width // 3))
 
 
@@ -113,7 +113,7 @@ class Decoder(nn.Module):
         self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, text: Tensor) -> Tensor:
-        """The loss of predicting each token from those before it."""
+        """Returns the loss of predicting each token from those before it."""
         x = self.embed(text[:, :-1]) + self.places.weight
         for layer in self.layers:
             x = layer(x)

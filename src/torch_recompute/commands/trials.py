@@ -1,4 +1,4 @@
-"""Trials of `torch-recompute bench run`: each a process that builds a model, applies a plan, and trains for some steps.
+"""Runs the trials of `torch-recompute bench run`: processes that build a model, apply a plan and train some steps.
 
 Everything that is random depends on the number of the step and on the rank alone, so the losses of two settings differ
 only by what the settings do. The timed steps come first; bytes are counted on a CPU in one more step, whose loss does
@@ -56,11 +56,11 @@ SMALL = {"gpt-tiny": TransformerBlock.gpt, "llama-tiny": TransformerBlock.llama}
 """Four layers of width 128."""
 LAYERS, WIDTH, TOKENS, BATCH = 4, 128, 128, 4
 PRODUCT, PRODUCTS = {"cpu": 384, "cuda": 4096}, 10
-"""The width of the square matrices, and how many products of them, that say how fast a machine is."""
+"""The width and the number of the matrix products by which the speed of a machine is measured."""
 SEED = 0
 DEVICES = ("cpu", "cuda")
 IMPORTED = (__name__, "torch._dynamo")
-"""What every trial needs; the latter is imported by a process's first optimizer, in seconds."""
+"""Modules that every trial needs; a process's first optimizer imports the latter, which takes seconds."""
 
 DONE = "done"
 OUT = "OOM"
@@ -69,13 +69,13 @@ NO_PLAN = "NO PLAN"
 FAILED = "FAILED"
 MISMATCH = "MISMATCH"
 STOPPED = "stopped"
-"""On this rank nothing went wrong, but on another."""
+"""The status of a rank that was stopped because another one failed."""
 WORST = (REFUSED, NO_PLAN, OUT, FAILED, MISMATCH, STOPPED, DONE)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained, in the words of the command line; figures of two runs are compared only where it is the same."""
+    """The model, batch, optimizer and device of a training; only figures of equal workloads are compared."""
 
     model: str
     batch: int | None = None
@@ -85,7 +85,7 @@ class Workload:
     device: str = "cpu"
 
     def check(self) -> None:
-        """Refuses what cannot run, and says what would."""
+        """Refuses values that cannot run, and says which can."""
         for option, value in (("--batch", self.batch), ("--sequence", self.sequence)):
             if value is not None:
                 whole_number(option, value)
@@ -103,7 +103,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is recomputed: fields of `RecomputeConfig`, a budget to plan for, or a plan as JSON; by default nothing."""
+    """A choice of what to recompute: `RecomputeConfig` fields, a budget or a plan as JSON; by default nothing."""
 
     name: str
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -112,13 +112,13 @@ class Setting:
 
     @property
     def key(self) -> str:
-        """A hash, the same for settings that say the same, whatever they are called."""
+        """A hash of the content, the same for equal settings of different names."""
         plan = None if self.plan is None else Plan.from_json(self.plan).digest()
         return hashed([dict(self.fields), self.budget, plan])
 
     @property
     def words(self) -> str:
-        """What it says, on one line."""
+        """The content, on one line."""
         if self.plan is not None:
             return "a plan"
         if self.budget is not None:
@@ -126,20 +126,20 @@ class Setting:
         return ", ".join(f"{name}={value}" for name, value in self.fields.items()) or "nothing recomputed"
 
     def on(self, model: nn.Module) -> Plan:
-        """The plan that is applied to a model; one with a budget has been given its plan before."""
+        """Returns the plan to apply to a model; a setting with a budget has got its plan before."""
         if self.plan is not None:
             return Plan.from_json(self.plan)
         return RecomputeConfig(**dict(self.fields)).plan(model)
 
 
 def whole_number(option: str, value: object, least: int = 1) -> None:
-    """Refuses what is no whole number, or too small."""
+    """Refuses a value that is no whole number, or too small."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ArgumentError(errors.not_a_size(option, value, least))
 
 
 def hashed(data: object) -> str:
-    """A short name for plain data."""
+    """Returns a short hash of plain data."""
     text = json.dumps(data, sort_keys=True, separators=(",", ":"), default=list)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -172,7 +172,7 @@ class Record:
 
 
 def worst(records: Sequence[Record]) -> Record:
-    """The one that says what became of the trial."""
+    """Returns the record with the worst status."""
     return min(records, key=lambda record: WORST.index(record.status))
 
 
@@ -180,19 +180,19 @@ def worst(records: Sequence[Record]) -> Record:
 
 
 def name_of_cpu() -> str:
-    """The processor's name, and how many threads there are."""
+    """Returns the processor's name, and the number of threads."""
     found = _field(Path("/proc/cpuinfo"), "model name") or platform.processor() or platform.machine()
     return f"{found} (threads: {torch.get_num_threads()})"
 
 
 def memory_status(name: str) -> int | None:
-    """Bytes of a field of the system's own account of this process; None where it keeps none."""
+    """Returns the bytes of a field in the system's status of this process; None where there is none."""
     found = _field(STATUS, name)
     return int(found.split()[0]) * 1024 if found else None
 
 
 def _field(path: Path, name: str) -> str:
-    """The first line "name: value" of a file of the system; "" where there is none."""
+    """Returns the value in the first line "name: value" of a file of the system; "" where there is none."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -211,7 +211,7 @@ def check_capacity(capacity: int | None, device: str) -> None:
 
 
 def limit(capacity: int, device: torch.device, held: int) -> None:
-    """Lets no more than `capacity` bytes be taken, of which the step holds some already."""
+    """Limits this process to `capacity` bytes for the step, of which `held` are taken already."""
     if device.type == "cuda":
         share = min(1.0, capacity / torch.cuda.get_device_properties(device).total_memory)
         torch.cuda.set_per_process_memory_fraction(share, device)
@@ -223,7 +223,7 @@ def limit(capacity: int, device: torch.device, held: int) -> None:
 
 
 def unlimit() -> None:
-    """Takes the limit back, for what is no part of the step."""
+    """Removes the limit, for work that is no part of the step."""
     import resource
 
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -231,10 +231,10 @@ def unlimit() -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out."""
+    """Returns whether an error means that memory ran out."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(said in str(error).lower() for said in MESSAGES)
+    return isinstance(error, RuntimeError) and any(message in str(error).lower() for message in MESSAGES)
 
 
 # --- one trial --------------------------------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ class Ready(NamedTuple):
 
     @property
     def items(self) -> tuple[str, int]:
-        """What a step is counted in: the tokens of the first tensor of integers, else the samples of the first."""
+        """The unit and size of a step: the tokens of the first tensor of integers, else the samples of the first."""
         for tensor in self.tensors:
             if not tensor.dtype.is_floating_point and tensor.ndim > 1:
                 return "tokens", tensor.numel()
@@ -269,7 +269,7 @@ class Ready(NamedTuple):
 
 
 def ready(workload: Workload, rank: int, device: torch.device) -> Ready:
-    """The model of a workload, with the same weights each time, and a batch of the rank's own."""
+    """Builds the model of a workload, with the same weights each time, and a batch of the rank's own."""
     torch.manual_seed(SEED)
     dtype = None if workload.dtype is None else DTYPES[workload.dtype]
     if workload.model in SMALL:
@@ -293,9 +293,9 @@ def ready(workload: Workload, rank: int, device: torch.device) -> Ready:
 
 @dataclass(frozen=True)
 class TrialTask:
-    """What a process is asked to do; a setting with a budget and no plan is planned, and not trained.
+    """The task of one process: to train with a setting, or to plan for a setting with a budget and no plan.
 
-    `store` is where the ranks find each other, (host, port, prefix), None for one alone.
+    `store` is the address at which the ranks find each other, (host, port, prefix); None for one alone.
     """
 
     workload: Workload
@@ -310,8 +310,8 @@ class TrialTask:
     store: tuple[str, int, str] | None = None
 
 
-def carry_out(task: TrialTask) -> Record:
-    """The record of a task; an error that says something of the setting is part of it."""
+def run_task(task: TrialTask) -> Record:
+    """Runs a task and returns its record; an error that the setting causes is part of it."""
     trial = _Trial(task)
     try:
         return trial.planned() if task.setting.budget and not task.setting.plan else trial.run()
@@ -322,14 +322,14 @@ def carry_out(task: TrialTask) -> Record:
     except (RuntimeError, MemoryError) as error:
         out = is_out_of_memory(error)
         status = OUT if out else MISMATCH if isinstance(error, MismatchError) else FAILED
-        said = str(error) if status == MISMATCH else _first_line(error)
-        detail = f"{trial.where}: {type(error).__name__}: {said}"
+        text = str(error) if status == MISMATCH else _first_line(error)
+        detail = f"{trial.where}: {type(error).__name__}: {text}"
         shortage = trial.shortage(str(error)).as_data() if out else None
         return replace(trial.record, status=status, detail=detail, reserved_bytes=trial.reserved(), shortage=shortage)
 
 
 class _Trial:
-    """A model, its training steps, and the record that grows with them; `where` says what it is at."""
+    """A model, its training steps, and the record that grows with them; `where` is the present piece of work."""
 
     def __init__(self, task: TrialTask) -> None:
         self._task = task
@@ -342,7 +342,7 @@ class _Trial:
         self.record = Record(DONE, device=torch.cuda.get_device_name(self._device) if self._cuda else name_of_cpu())
 
     def planned(self) -> Record:
-        """The plan that a budget leads to."""
+        """Makes the plan for a budget and returns it in a record."""
         made = self._built()
         optimizer = OPTIMIZERS[self._task.workload.optimizer]
         step: dict[str, Any] = {"loss": any_loss, "optimizer": optimizer, "hold_output": False}
@@ -350,7 +350,7 @@ class _Trial:
         return replace(self.record, plan=plan.to_json())
 
     def run(self) -> Record:
-        """The steps, and what they show."""
+        """Runs the steps and returns the record."""
         task = self._task
         x = torch.ones(64, 64, device=self._device, requires_grad=True)
         (x @ x).sum().backward()  # starts the threads of a process's first operation, before memory is limited
@@ -381,14 +381,14 @@ class _Trial:
         return self.record
 
     def reserved(self) -> int | None:
-        """The most taken from the system, or the device's driver, for the step; None where the system does not say."""
+        """Returns the most memory taken from the system or driver for the step; None where that is not known."""
         if self._cuda:
             return torch.cuda.max_memory_reserved(self._device)
         peak = memory_status("VmHWM")
         return None if peak is None or self._resident is None else max(0, peak - self._resident)
 
     def shortage(self, text: str) -> Shortage:
-        """The bytes of an error that memory ran out: from its text, else as this process has them now."""
+        """Returns the bytes at the time that memory ran out, from the text of the error where it has them."""
         capacity = self._task.capacity
         if self._cuda:
             allocated, reserved = torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device)
@@ -399,7 +399,7 @@ class _Trial:
         return Shortage.of(text, allocated, reserved, capacity or host_memory()[1], cuda=False)
 
     def _measure_pace(self) -> None:
-        """Times products of matrices, which are the same whatever is trained: how fast the machine is at present."""
+        """Times matrix products, the same ones in every trial, to measure how fast the machine is at present."""
         x = torch.ones(PRODUCT[self._device.type], PRODUCT[self._device.type], device=self._device)
         seconds: list[float] = []
         for _ in range(PRODUCTS + 1):
@@ -454,7 +454,7 @@ class _Trial:
         self.record = replace(self.record, allocated_bytes=peak, by_category=seen.by_category)
 
     def _step(self, model: nn.Module, made: Ready, number: int) -> float:
-        """A training step; its random numbers depend on its number and the rank."""
+        """Runs a training step; its random numbers depend on its number and the rank."""
         torch.manual_seed(SEED + number * self._task.ranks + self._task.rank)
         loss = any_loss(model(*made.args, **made.kwargs))
         loss.backward()
@@ -469,7 +469,7 @@ class _Trial:
         return time.perf_counter()
 
     def _count(self, made: Ready, plan: Plan) -> None:
-        """The FLOPs of the step, those of replays apart."""
+        """Counts the FLOPs of the step, and those of its replays."""
         made.model.zero_grad()
         try:
             flops = dict(simulate(*made, plan=plan, loss=any_loss).flops)
@@ -487,14 +487,14 @@ def _first_line(error: BaseException) -> str:
 
 
 def launch(task: TrialTask, given_up: Callable[[], bool] = lambda: False) -> Record:
-    """Carries out a task in a process of its own, which is killed once it is `given_up`, and returns its record."""
+    """Runs a task in a process of its own, which is killed once it is `given_up`, and returns its record."""
     # A server whose forks are the trials: it never starts CUDA, but libraries might, so there a new process is safer.
     context: Any = multiprocessing.get_context("forkserver" if task.workload.device == "cpu" else "spawn")
     if task.workload.device == "cpu":
         context.set_forkserver_preload(list(IMPORTED))
     reader, writer = context.Pipe(duplex=False)
-    with tempfile.NamedTemporaryFile(prefix="torch-recompute-") as said, reader:
-        process = context.Process(target=_send_record, args=(task, writer, said.name), daemon=False)
+    with tempfile.NamedTemporaryFile(prefix="torch-recompute-") as output, reader:
+        process = context.Process(target=_send_record, args=(task, writer, output.name), daemon=False)
         process.start()
         writer.close()
         try:
@@ -505,7 +505,7 @@ def launch(task: TrialTask, given_up: Callable[[], bool] = lambda: False) -> Rec
                 if reader.poll():
                     return reader.recv()
             process.join()
-            return ended_badly(process.exitcode, said.read().decode(errors="replace")[-TAIL:].strip())
+            return ended_badly(process.exitcode, output.read().decode(errors="replace")[-TAIL:].strip())
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # with all that it has started
@@ -514,29 +514,29 @@ def launch(task: TrialTask, given_up: Callable[[], bool] = lambda: False) -> Rec
             process.close()
 
 
-def _send_record(task: TrialTask, to: Connection, said: str) -> None:
-    """Carries out a task, in a session of its own; all that it writes goes to the file `said`."""
+def _send_record(task: TrialTask, to: Connection, output: str) -> None:
+    """Runs a task in a session of its own; everything it prints goes to the file `output`."""
     os.setsid()
-    with open(said, "ab", buffering=0) as file:
+    with open(output, "ab", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    to.send(carry_out(task))
+    to.send(run_task(task))
 
 
 def ended_badly(code: int, text: str) -> Record:
-    """The record of a trial that could not send one, by its exit code (negative for a signal) and its last words."""
+    """Returns the record of a process that sent none, from its exit code (negative for a signal) and its output."""
     last = text.splitlines()[-1] if text else "it wrote nothing"
     if code >= 0:
         return Record(FAILED, f"exit code {code}: {last}")
     name = signal.Signals(-code).name
     if -code == signal.SIGKILL:
         return Record(OUT, f"killed by {name}, as the system does where memory runs out")
-    out = any(said in text.lower() for said in MESSAGES)
+    out = any(message in text.lower() for message in MESSAGES)
     return Record(OUT if out else FAILED, f"died of {name}: {last}")
 
 
 def _meet(host: str, port: int, prefix: str, *, hosts: bool = False) -> Any:
-    """Torch's store at an address, behind a prefix, so that several groups can share it; or `hosts` it."""
+    """Connects to torch's store at an address, or `hosts` it; the prefix lets several groups share it."""
     store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
         host, port, is_master=hosts, wait_for_workers=False, timeout=PATIENCE
     )
@@ -544,17 +544,17 @@ def _meet(host: str, port: int, prefix: str, *, hosts: bool = False) -> Any:
 
 
 class Ranks:
-    """One rank alone: this one's number, and how many there are."""
+    """The ranks of a run, here one alone: the number of this one, and how many there are."""
 
     rank = 0
     count = 1
 
     def run(self, task: TrialTask) -> list[Record]:
-        """The records of a trial, one per rank."""
+        """Runs a trial on all ranks and returns their records."""
         return [launch(task)]
 
     def shared(self, make: Callable[[], str]) -> str:
-        """What rank 0 makes, on all ranks."""
+        """Returns on all ranks what `make` returns on rank 0."""
         return make()
 
     def leave(self) -> None:
@@ -562,7 +562,7 @@ class Ranks:
 
 
 class Together(Ranks):
-    """Several ranks, from the environment that torchrun sets: RANK, WORLD_SIZE, LOCAL_RANK and an address."""
+    """Several ranks, from torchrun's environment: RANK, WORLD_SIZE, LOCAL_RANK and an address."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.rank, self.count = int(environment["RANK"]), int(environment["WORLD_SIZE"])
@@ -575,7 +575,7 @@ class Together(Ranks):
         self._turn = 0
 
     def run(self, task: TrialTask) -> list[Record]:
-        """The records of a trial, one per rank."""
+        """Runs a trial on all ranks and returns their records."""
         self._turn += 1
         turn = self._turn
         group = (*self._address, f"{self._prefix}/{turn}/group")
@@ -584,11 +584,11 @@ class Together(Ranks):
         if record.status != DONE:
             self._store.add(f"{turn}/bad", 1)
         self._store.set(f"{turn}/{self.rank}", json.dumps(asdict(record)))
-        said = [self._store.get(f"{turn}/{rank}") for rank in range(self.count)]
-        return [Record(**json.loads(text)) for text in said]
+        texts = [self._store.get(f"{turn}/{rank}") for rank in range(self.count)]
+        return [Record(**json.loads(text)) for text in texts]
 
     def shared(self, make: Callable[[], str]) -> str:
-        """What rank 0 makes, on all ranks."""
+        """Returns on all ranks what `make` returns on rank 0."""
         self._turn += 1
         if self.rank == 0:
             self._store.set(f"{self._turn}/shared", make())
@@ -602,5 +602,5 @@ class Together(Ranks):
 
 
 def ranks_of_environment() -> Ranks:
-    """The ranks that this process is one of."""
+    """Returns the ranks that this process belongs to."""
     return Together(os.environ) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else Ranks()

@@ -1,10 +1,10 @@
-"""`torch-recompute verify MODEL --plan plan.json`: does this plan change anything, on this machine?
+"""`torch-recompute verify MODEL --plan plan.json`: checks on this machine that a plan changes no result.
 
-MODEL is what it is for `torch-recompute plan`, but with weights: those of the function that makes it, or random ones,
-which serve as well, because two steps from the same weights are compared. The comparison is `torch_recompute.verify`.
+MODEL is as for `torch-recompute plan`, but with weights: those of the function that makes it, or random ones, which
+serve as well, because two steps from the same weights are compared. The comparison is `torch_recompute.verify`.
 
-Exit codes: 1 if anything differs, 2 for what cannot be asked, 3 for a model that is too large to be run here, which is
-said before it is built, with the bytes.
+Exit codes: 1 if anything differs, 2 for a command line that cannot be followed, 3 for a model that is too large to be
+run here, which is refused before it is built, with the bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SCHEMA_VERSION = 1
 
 
 def add_command(commands: Any) -> None:
-    """Describes `torch-recompute verify` to the command line."""
+    """Adds `torch-recompute verify` to the command line."""
     parser = new_command(commands, "verify")
     add_model_options(parser, weights="with random weights")
     parser.add_argument("--plan", type=Path, metavar="FILE.json", required=True, help="as written by plan --out")
@@ -67,7 +67,7 @@ def command(args: argparse.Namespace) -> int:
 
 
 def _built(args: argparse.Namespace) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """The model with weights, and its call."""
+    """Returns the model with weights, and its call."""
     model, (given, named), _, built_here = load_with_batch(args)
     if built_here:
         device = _device(args.device)
@@ -103,7 +103,7 @@ def _device(word: str | None) -> str:
 
 
 def _check_size(word: str, model: nn.Module, batch: Any, device: str) -> None:
-    """Refuses what does not fit, by arithmetic first, because a simulation of a large model takes its time."""
+    """Refuses a model that does not fit, by arithmetic first, because simulating a large model takes time."""
     free = free_bytes(model, torch.device(device))
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     needed, at_least = 3 * weights, True

@@ -1,4 +1,4 @@
-"""A call of a function as a region, checks of arguments, and random streams, for the signatures of other systems."""
+"""Common parts of the other systems' functions: a call as a region, checks of arguments, random streams."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..values import name_of
 
 
 def check_callable(face: str, function: Any) -> None:
-    """Raises if the first argument of a face cannot be called."""
+    """Raises if the first argument of the function named `face` cannot be called."""
     if not callable(function):
         raise errors.ArgumentError(errors.not_callable(face, function, at_once=True))
 
@@ -75,14 +75,14 @@ class TrackerRng:
         self.tracker = tracker
 
     def capture(self) -> dict[str, tuple[Any, torch.Tensor | None]]:
-        """Each stream by its name: what the tracker holds for it, and the state of that if it is a generator."""
+        """Returns each stream by its name: the tracker's value, and its state if that is a generator."""
         return {
             name: (stream, stream.get_state() if isinstance(stream, torch.Generator) else None)
             for name, stream in self.tracker.get_states().items()
         }
 
     def restore(self, value: dict[str, tuple[Any, torch.Tensor | None]]) -> None:
-        """Gives the tracker its streams back. One that had none is left alone: it may not be in use."""
+        """Gives the tracker its streams back. A tracker that had none is left alone: it may not be in use."""
         for stream, state in value.values():
             if state is not None:
                 stream.set_state(state)
@@ -91,13 +91,13 @@ class TrackerRng:
 
 
 def tracked(module: str) -> tuple[Ambient, ...]:
-    """The streams of the tracker of `module`; none if the module has not been imported."""
+    """Returns the streams of the tracker of `module`; none if the module has not been imported."""
     loaded = sys.modules.get(module)
     return () if loaded is None else (TrackerRng(loaded.get_cuda_rng_tracker()),)
 
 
 def reentrant(of_torch: bool = True) -> str:
-    """Text for `use_reentrant=True`, with the words that code looks for in an error of torch's."""
+    """Returns the text of the error for `use_reentrant=True`, with the phrases of torch's that code may match."""
     others = " (context_fn, debug and keyword arguments are only supported when use_reentrant=False.)"
     return (
         "use_reentrant=True is not supported: it calls backward inside backward, which breaks DDP, "
@@ -108,7 +108,7 @@ def reentrant(of_torch: bool = True) -> str:
 
 
 def no_sharded_inputs(setting: str, write: str) -> str:
-    """Text for spreading inputs over ranks through a function that is not told the group of ranks."""
+    """Returns the text of the error for spreading inputs over ranks through a function that has no group of ranks."""
     return (
         f"{setting} is not understood here: the inputs of a region are spread over the ranks of a group, and this "
         "function is not told the group.\n"

@@ -73,13 +73,13 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Says how `checkpoint` works from now on, in this process: DeepSpeed's `configure`. Earlier settings are dropped.
+    """Sets the options of `checkpoint` for this process: DeepSpeed's `configure`. Earlier settings are dropped.
 
     Args:
         mpu_: Which ranks `partition_activations` would use. As that is refused, it may be anything.
         deepspeed_config: A DeepSpeed configuration, or the path of one in JSON; its section
             "activation_checkpointing" is read. The arguments below come before it.
-        partition_activations: False or None. What True does is said with a store, `recompute(inputs=ShardedOver())`.
+        partition_activations: False or None. In place of True, use a store: `recompute(inputs=ShardedOver())`.
         contiguous_checkpointing: False or None. ("contiguous_memory_optimization" in JSON)
         num_checkpoints: None. ("number_checkpoints" in JSON)
         checkpoint_in_cpu: Whether the inputs of regions wait in host memory, by a blocking copy each way; unlike
@@ -99,8 +99,8 @@ def configure(
         "synchronize": synchronize,
         "profile": profile,
     }
-    said = {} if deepspeed_config is None else _section(deepspeed_config)
-    options = {argument: (key, said[key]) for key, argument in KEYS.items() if said.get(key) is not None}
+    section = {} if deepspeed_config is None else _section(deepspeed_config)
+    options = {argument: (key, section[key]) for key, argument in KEYS.items() if section.get(key) is not None}
     options.update({name: (name, value) for name, value in given.items() if value is not None})
     for argument, (name, value) in options.items():
         _check(argument, name, value)
@@ -109,7 +109,7 @@ def configure(
 
 
 def _section(config: Any) -> Mapping[str, Any]:
-    """The section of a configuration, empty if there is none."""
+    """Returns the section of a configuration, empty if there is none."""
     if isinstance(config, (str, os.PathLike)):
         path = os.fspath(config)
         try:
@@ -166,7 +166,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls `function(*args, **kwargs)` as a region: DeepSpeed's `checkpoint`.
 
     Args:
-        function: What to call, and to call again in backward.
+        function: The function to call, and to call again in backward.
         *args: Its positional arguments, of any kind.
         **kwargs: Its keyword arguments.
 

@@ -3,8 +3,8 @@
     from torch_recompute.compat.megatron import CheckpointWithoutOutput, checkpoint
 
 If Megatron-Core has been imported, its random streams (`get_cuda_rng_tracker()`) are restored for the replay, as its
-own functions do. Megatron's first pass runs without grad, and code that is to act once only asks
-`torch.is_grad_enabled()`; here both passes run with grad, so such code asks `torch_recompute.doing_recompute()`.
+own functions do. Megatron's first pass runs without grad, so code that must act only once tests
+`torch.is_grad_enabled()`; here both passes run with grad, and such code tests `torch_recompute.doing_recompute()`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def checkpoint(
     Arguments may be of any kind, which Megatron's are not: it takes tensors and None, by position.
 
     Args:
-        function: What to call, and to call again in backward.
+        function: The function to call, and to call again in backward.
         distribute_saved_activations: False or None. True, which spreads the first argument over the tensor parallel
-            ranks, is said with a store, which knows the group: `recompute(function, inputs=ShardedOver(group))`.
+            ranks, is written with a store, which knows the group: `recompute(function, inputs=ShardedOver(group))`.
         *args: Its positional arguments.
         **kwargs: Its keyword arguments.
 

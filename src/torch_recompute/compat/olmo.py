@@ -18,7 +18,7 @@ from ..values import name_of
 
 
 class OutputDiscardCheckpoint:
-    """A region whose output is dropped once its consumer has run, said in two calls.
+    """A region whose output is dropped once its consumer has run, written as two calls.
 
         norm = OutputDiscardCheckpoint()
         h = norm.checkpoint(self.norm, x)
@@ -60,7 +60,7 @@ class OutputDiscardCheckpoint:
         self._called = False
 
     def _state(self) -> Sequence[Ambient]:
-        """State that a replay restores besides what every region restores."""
+        """Returns the state that a replay restores besides that of every region."""
         return ()
 
     def checkpoint(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

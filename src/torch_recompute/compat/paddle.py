@@ -6,8 +6,8 @@ The calls are those of Paddle's functions, for PyTorch tensors and modules: `rec
 function at once, where `torch_recompute.recompute(function)` wraps it. Paddle's default engine (`use_reentrant=True`)
 calls backward inside backward and is refused; left out, the option means False.
 
-Paddle offloads by position, so `offload_indices` is a store that asks of each tensor whether it was named. (Copies made
-before the call and back inside the region would be what autograd sees, and the caller's tensors would stay.)
+Paddle offloads by position, so `offload_indices` becomes a store that offloads the tensors of these arguments. (With
+copies made before the call, and back inside the region, autograd would see the copies and keep the caller's tensors.)
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def recompute(
     """Calls `function(*args, **kwargs)` as a region: Paddle's `recompute`.
 
     Args:
-        function: What to call, and to call again in backward.
+        function: The function to call, and to call again in backward.
         *args: Its positional arguments, of any kind.
         preserve_rng_state: Whether the replay draws the random numbers of the forward.
         preserve_external_rng_state: Whether that holds for `random` and NumPy as well; by default if it does for
             PyTorch's generators, as in Paddle.
         use_reentrant: False or None. True is refused.
-        offload_indices: Which of the positional arguments wait in host memory, counted from 0: all tensors in them.
+        offload_indices: Positional arguments that wait in host memory, counted from 0: all tensors in them.
             The others stay where they are, inside of another region too, and all do inside `torch.compile`.
         **kwargs: Keyword arguments of `function`.
 
@@ -130,7 +130,7 @@ def recompute_sequential(
 
 
 def _store(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], indices: Sequence[int]) -> _Chosen:
-    """The store that `offload_indices` asks for."""
+    """Returns the store for `offload_indices`."""
     ids: set[int] = set()
     for index in indices:
         if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(args):

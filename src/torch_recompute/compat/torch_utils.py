@@ -50,7 +50,7 @@ def checkpoint(
         def block(x): ...
 
     Args:
-        function: What to call, and to call again in backward.
+        function: The function to call, and to call again in backward.
         *args: Its positional arguments.
         use_reentrant: False or None. True is refused.
         preserve_rng_state: Whether the replay draws the random numbers of the forward.
@@ -97,10 +97,10 @@ def checkpoint(
 
 def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], settings: _Settings) -> Any:
     context_fn, check, debug, early_stop, rng, respect = settings
+    contexts = None if context_fn is noop_context_fn else context_fn
     if torch.compiler.is_compiling():  # nothing is asked of the function: Dynamo can call super().forward, and no more
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        contexts = None if context_fn is noop_context_fn else context_fn  # it stores nothing that hooks could see
 
         def region(*args: Any, **kwargs: Any) -> Any:
             return _call(function, args, kwargs, settings)
@@ -113,17 +113,7 @@ def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], settings
             f"determinism_check={check!r} is not known; write one of {', '.join(map(repr, _CHECKS))}. To compare the "
             'contents of saved tensors as well: recompute(fn, check="values").'
         )
-    contexts = None if context_fn is noop_context_fn else context_fn
-    override = checkpoints.debug_override()
-    if debug if override is None else override:
-        if contexts is not None:
-            raise errors.ArgumentError(
-                "debug=True is incompatible with non-default context_fn: both want to see every operation of the "
-                "region.\n"
-                "  Find the mismatch with debug=True and without context_fn, or enter your own logging mode in "
-                "context_fn."
-            )
-        contexts = traces
+    contexts = _recording(contexts, debug)
     if not torch.is_grad_enabled():
         if contexts is not None:
             contexts()
@@ -140,6 +130,21 @@ def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], settings
         contexts=contexts,
     )
     return call(options, function, args, kwargs)
+
+
+def _recording(contexts: Contexts | None, debug: bool) -> Contexts | None:
+    """Returns the contexts to use: those that record operations where `debug` is on, by the option or globally."""
+    override = checkpoints.debug_override()
+    if not (debug if override is None else override):
+        return contexts
+    if contexts is not None:
+        raise errors.ArgumentError(
+            "debug=True is incompatible with non-default context_fn: both want to see every operation of the "
+            "region.\n"
+            "  Find the mismatch with debug=True and without context_fn, or enter your own logging mode in "
+            "context_fn."
+        )
+    return traces
 
 
 def _respecting(contexts: Contexts, respect: bool) -> Any:

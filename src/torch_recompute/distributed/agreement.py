@@ -1,11 +1,11 @@
-"""Ranks that must do the same check that they hold the same plan.
+"""Checks before training that ranks which must recompute the same hold the same plan.
 
 Where a data or tensor parallel rank recomputes other layers than its peers do, nothing fails: it only runs out of
 memory first, or every step waits for it; and where a region repeats a collective, ranks with different plans wait for
-each other forever. So ranks compare before training: first a hash of each plan, and only if these differ the plans,
-for the error to say who differs and where. It is raised on every rank, because a rank that goes on alone waits for the
-others in its next collective. The first rank's plan is not sent to the others: a rank whose configuration is wrong in
-this is wrong in more.
+each other forever. So ranks compare before training: first a hash of each plan, and only if these differ the plans, for
+the error to name the ranks that differ and the first difference. It is raised on every rank, because a rank that goes
+on alone waits for the others in its next collective. The first rank's plan is not sent to the others: a rank whose
+configuration is wrong in this is wrong in more.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def agree_on(plan: SomePlans, group: dist.ProcessGroup | None = None) -> SomePla
 
         apply(model, agree_on(config.plan(model), data_parallel_group))
 
-    To be called by every rank of the group. With several model chunks on a rank, call it once for each, in the same
+    Call it on every rank of the group. With several model chunks on a rank, call it once for each, in the same
     order everywhere.
 
     Args:

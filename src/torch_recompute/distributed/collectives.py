@@ -1,9 +1,9 @@
-"""Says which collectives a replay repeats.
+"""Keeps the results of collectives, so that a replay does not communicate again.
 
 A replay repeats what the region did, communication included, on all ranks in the same order. With the result kept from
 the forward there is less communication, and no rank waits for another in the replay; but the result is memory, and that
-of an all-gather is N times as large as what went in. So it is said: in a plan by a word in `keep` (`@reduction`,
-`@collective`), in a function by `keep_collectives`. `plan/calls.py` does it.
+of an all-gather is N times as large as what went in. So the user chooses: in a plan by a word in `keep` (`@reduction`,
+`@collective`), in a function by `keep_collectives`. `plan/calls.py` implements it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def keep_collectives(fn: Callable[P, R], *, kind: str = "@collective") -> Callab
     makes one, `no_recompute(reduce)(x)`. What backward itself communicates is as before.
 
     Args:
-        fn: What the region runs, or a part of it. Outside of a region it is the plain call.
+        fn: The region's function, or a part of it. Outside of a region it is the plain call.
         kind: "@collective" for all, or "@reduction" for all but all-gathers: those whose result is no larger than what
             goes in.
 

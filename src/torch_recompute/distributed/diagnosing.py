@@ -1,6 +1,6 @@
 """Finds the calls in a model's graph that call backward inside backward.
 
-DDP's "Expected to mark a variable ready only once" blames what computed the parameter's gradient, and not the cause:
+DDP's "Expected to mark a variable ready only once" blames the computation of a parameter's gradient, and not the cause:
 a *reentrant* checkpoint, whose backward runs a backward of its own, which fires DDP's hooks. Regions of this library do
 not, but a model may hold both. A reentrant checkpoint is one node of the graph, of a class that PyTorch, Megatron-LM,
 DeepSpeed and fairscale all call `CheckpointFunction`, and it holds the function that it will run. The graph can be
@@ -30,8 +30,8 @@ class Reentrant(NamedTuple):
     Attributes:
         function: The name of the function that it runs again.
         path: The path of that function's module in the model; "" where that is not known.
-        library: Where the checkpoint comes from, as `torch.utils.checkpoint`.
-        calls: How often it is in the graph.
+        library: The module of the checkpoint, as `torch.utils.checkpoint`.
+        calls: The number of its calls in the graph.
     """
 
     function: str

@@ -1,4 +1,4 @@
-"""The all-reduce of a whole step's gradients, in a few large messages: PaddlePaddle's `fused_allreduce_gradients`.
+"""All-reduces the gradients of a whole step in a few large messages: PaddlePaddle's `fused_allreduce_gradients`.
 
 Code that runs its steps under `no_sync()` reduces the gradients by hand. One message per parameter is slow, one for all
 doubles the memory of the gradients, and a parameter that was unused on one rank leaves the others waiting forever.
@@ -57,7 +57,7 @@ def fused_allreduce_gradients(
             buffers exist at a time.
 
     Returns:
-        How many buckets were reduced: at most `total // bucket_bytes + 1` per dtype and device, if no gradient
+        The number of buckets reduced: at most `total // bucket_bytes + 1` per dtype and device, if no gradient
         is larger than half of one.
 
     Raises:
@@ -163,9 +163,9 @@ def _agree(parameters: list[torch.Tensor], group: dist.ProcessGroup | None) -> N
         accelerator = torch.accelerator.current_accelerator()
         on_cpu = accelerator is None or dist.get_backend(group) == "gloo"
         device = torch.device("cpu") if on_cpu else accelerator
-    said = torch.tensor([what, -what, which, -which, bool(sparse)], dtype=torch.int64, device=device)
-    dist.all_reduce(said, dist.ReduceOp.MAX, group)
-    most, least, most_which, least_which, any_sparse = said.tolist()
+    sums = torch.tensor([what, -what, which, -which, bool(sparse)], dtype=torch.int64, device=device)
+    dist.all_reduce(sums, dist.ReduceOp.MAX, group)
+    most, least, most_which, least_which, any_sparse = sums.tolist()
     if most != -least:
         raise errors.ArgumentError(
             f"fused_allreduce_gradients: this rank was given {len(parameters)} parameters, and some other rank "
@@ -190,7 +190,7 @@ def _agree(parameters: list[torch.Tensor], group: dist.ProcessGroup | None) -> N
 
 
 def _kind(parameter: torch.Tensor) -> tuple[Any, ...]:
-    """Returns what ranks must have in common of a parameter: the shape and dtype of its gradient."""
+    """Returns the properties of a parameter that must agree between ranks, such as the shape of its gradient."""
     grad = _gradient(parameter)
     like = parameter if grad is None else grad
     local, places = _local(like), like.placements if isinstance(like, DTensor) else ()
@@ -213,7 +213,7 @@ def _buckets(grads: list[torch.Tensor], limit: int) -> Iterator[list[torch.Tenso
 
 
 class _Message:
-    """A bucket on its way."""
+    """A bucket that is being reduced."""
 
     def __init__(self, bucket: list[torch.Tensor], ranks: int, group: dist.ProcessGroup | None) -> None:
         self._bucket = bucket

@@ -6,8 +6,8 @@ there are streams: `default`, PyTorch's own generators, seeded alike on the rank
 on each tensor parallel rank; `expert`, another on each rank that holds other experts. `fork(name)` puts a stream's
 state into PyTorch's generators for a while, and theirs back at the end.
 
-A region replays what it drew from PyTorch's generators; a fork inside a region writes down in the
-region's trace, and the replay's fork at the same place finds it. So no stream is moved by a replay.
+A region draws in a replay what it drew from PyTorch's generators before. A fork inside a region stores its state in the
+region's call record, and the fork at the same place in the replay reads it. So no stream is advanced by a replay.
 
 A state is never written to: the CPU's is a tensor of 5,056 bytes that is replaced, and kept once while nothing is drawn
 on the CPU; an accelerator's is a (seed, offset) pair. The default stream's state is in PyTorch's generators except
@@ -123,7 +123,7 @@ class RngStreams:
         torch.manual_seed(seed)
 
     def add(self, name: str, seed: int) -> None:
-        """Makes one more stream.
+        """Adds a stream.
 
         Raises:
             ArgumentError: There is one of that name or with that seed, which would draw the same numbers.
@@ -190,18 +190,18 @@ class RngStreams:
             _load(after)
 
     def capture(self) -> tuple[str, dict[str, _State]]:
-        """The stream in use, and the state of all others."""
+        """Returns the name of the stream in use, and the state of all others."""
         return self._current, dict(self._states)
 
     def restore(self, value: tuple[str, dict[str, _State]]) -> None:
-        """Makes what `capture` returned the present. The stream in use is in PyTorch's generators, not touched here."""
+        """Restores what `capture` returned. The stream in use is in PyTorch's generators, not touched here."""
         self._current, states = value
         self._states = dict(states)
 
 
 @contextlib.contextmanager
 def _again(record: _Fork) -> Generator[None]:
-    """Draws in a replay what the forward drew, and moves no stream."""
+    """Draws in a replay what the forward drew, and advances no stream."""
     if record.state is None:
         yield
         return

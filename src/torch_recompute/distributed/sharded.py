@@ -1,4 +1,4 @@
-"""Region inputs kept as one shard per rank, and gathered for the replay.
+"""Keeps the inputs of regions as one shard per rank, and gathers them for the replay.
 
 Under tensor parallelism without sequence parallelism every rank of the group holds the same hidden states, so every
 rank keeps the same region inputs, N times over. `ShardedOver` keeps the N-th part on each and puts them together again
@@ -14,7 +14,7 @@ the mistakes in question (sequence parallelism, the wrong group) show in the fir
 What is gathered ahead is the next older shard that is alive, which need not be the same on all ranks: the garbage
 collector may have freed a graph on one of them only. So with their parts the ranks tell each other the number of the
 tensor, and a fingerprint of the whole that each of them had, 24 bytes beside a part. On the CPU another number or
-fingerprint raises; on a device it is asserted there, for to look at it would be a host sync.
+fingerprint raises; on a device it is asserted there, because reading it would be a host sync.
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ class ShardedOver:
 
     Args:
         group: The process group of the ranks that hold equal tensors, or None for all ranks.
-        compared: How many tensors, from the first on, are compared between the ranks when they are put: shape, dtype
-            and bits. Each comparison is a collective of 24 bytes per rank and a host sync. None compares all. The bits
-            of the others are compared when their parts are put together.
+        compared: The number of tensors, from the first on, that are compared between the ranks when they are put:
+            shape, dtype and bits. Each comparison is a collective of 24 bytes per rank and a host sync. None compares
+            all. The bits of the others are compared when their parts are put together.
         ahead: Whether to gather one region ahead, which takes the memory of that region's inputs.
 
     Raises:

@@ -1,13 +1,13 @@
-"""Does a plan change anything, does a region do the same twice, what is wrong with this training step?
+"""Diagnosis: whether a plan changes results, whether regions replay alike, what is wrong with a training step.
 
-- `verify.py`: a step with a plan beside a step without it. What differs is named, and the region to blame is tried.
-- `audit.py`: each region runs twice (`recorder.py` writes down its operations), and the first operation that differs,
-  waits for the device and side effects are named.
-- `examine.py`: every kind of finding in `checks.py`, over simulated steps (`simulated.py`), observed real steps
-  (`observed.py`) and an audit. Its names are the public ones of this package.
+- `verify.py`: a step with a plan is compared with a step without it, and the regions that cause a difference are found.
+- `audit.py`: each region runs twice under a recorder of operations (`recorder.py`); the first operation that differs,
+  waits for the device and side effects are reported.
+- `examine.py`: every kind of finding in `checks.py`, from simulated steps (`simulated.py`), real steps watched by hooks
+  (`step_watcher.py`) and an audit. Its names are the public ones of this package.
 
-All of them run a model and leave it as it was; how, and how two runs are compared, is in `evidence.py`. None of them
-trusts names or versions: what they say was counted, compared or run.
+All of them run a model and leave it as it was. `compare.py` runs steps that can be repeated, and compares them. No
+check relies on names or versions: every figure was counted, compared or run.
 """
 
 from .checks import CHECKS, KINDS, Check, Evidence, Finding, Report

@@ -1,11 +1,11 @@
-"""`audit`: each region runs twice, and what differs, what waits for the device and what changes outside of it is named.
+"""`audit`: runs each region twice; reports what differs, what waits for the device and what changes outside of it.
 
 A replay must do what the forward did, or gradients may be silently wrong: a router sends a token to another expert, a
 counter counts twice, NumPy draws other numbers. So the model runs forward once, under a recorder of operations
 (`recorder.py`). Then each region's function runs again as a replay would, under the state that the engine recorded, but
-to its end and the last region first, and the two lists are compared: the first operation with another result is where
-to look. What the second run changed outside of itself is what a replay would change a second time. With `perturb=` a
-third run has slightly other inputs, and the choices of experts that come out differently are counted.
+to its end and the last region first, and the two lists of operations are compared: the cause is at the first operation
+with another result. What the second run changed outside of itself, a replay would change a second time. With
+`perturb=` a third run has slightly other inputs, and the choices of experts that come out differently are counted.
 
 Nothing runs backward. Buffers, attributes, generators and tensors that operations wrote to are put back.
 """
@@ -36,7 +36,7 @@ from ..memory.saved import short_line
 from ..plan import Choice, Plan, apply
 from ..state import TensorState
 from ..values import CallRecord, thread
-from .evidence import ModelCall, SideEffects, sample_of
+from .compare import ModelCall, SideEffects, sample_of
 from .recorder import NamedSyncs, RecordedOp, Recorder, RegionRun
 
 _WORDS = {
@@ -52,7 +52,7 @@ _WORDS = {
 
 
 class AuditRow(NamedTuple):
-    """One finding.
+    """One finding of an audit.
 
     Attributes:
         kind: "differs", "flips" (a decision came out otherwise), "mutates", "syncs" or "fails".
@@ -77,7 +77,7 @@ class AuditRow(NamedTuple):
 
 @shown
 class Audit(NamedTuple):
-    """What an audit found; made by `audit`. True if it found nothing; `print` shows a text.
+    """The findings of `audit`. True if there are none; `print` shows a text.
 
     Rows that differ only in the numbers within their paths, as the layers of a stack do, are shown as one, with a `*`
     where the numbers were; `rows` has them all.
@@ -110,7 +110,7 @@ class Audit(NamedTuple):
         title = f"audit of {counted(len(self.regions), 'region')}, each run twice{noise}: "
         if self.ok:
             return title + "nothing to report"
-        groups = grouped(self.rows, _look)
+        groups = grouped(self.rows, _common)
         counts = Counter(row.kind for row in self.rows)
         found = [f"{counts[kind]} x {words}" for kind, words in _WORDS.items() if counts[kind]]
         heads: list[tuple[str, ...]] = []
@@ -125,8 +125,8 @@ class Audit(NamedTuple):
         return "\n".join(lines)
 
 
-def _look(row: AuditRow) -> AuditRow:
-    """What rows that are shown as one have in common."""
+def _common(row: AuditRow) -> AuditRow:
+    """Returns the row without what may differ between rows that are printed as one."""
     starred = {name: starred_path(getattr(row, name)) for name in ("region", "module", "advice")}
     return row._replace(**starred, detail="", times=1)
 
@@ -142,7 +142,7 @@ def audit(
     modules: Sequence[str] = (),
     perturb: float = 0.0,
 ) -> Audit:
-    """Runs each region of a model twice and names what differs, what syncs, what mutates.
+    """Runs each region of a model twice and reports what differs, what waits for the device, what changes state.
 
         found = audit(model, batch)
         print(found)
@@ -150,11 +150,11 @@ def audit(
 
     The model is called once, with grad, on its arguments as they are; then every region's function is run again under
     its recorded state, as a replay would, but to its end. No backward runs. Buffers, attributes, generators and tensors
-    that operations wrote to are put back; gradients are not touched. Every operation is looked at: a small
+    that operations wrote to are put back; gradients are not touched. Every operation is recorded: a small
     model takes about thirty times its forward.
 
     Found are operations whose results are not the same (the first of each region), choices of experts that come out
-    otherwise, waits for the device, and what each run changes outside of itself. Not looked into are tensors of
+    otherwise, waits for the device, and what each run changes outside of itself. Not covered are tensors of
     subclasses (`DTensor`), what runs on other threads, and what compiled code does inside.
 
     Args:
@@ -194,7 +194,7 @@ def audit(
 
 @contextlib.contextmanager
 def _placed(model: Any, patterns: Sequence[str]) -> Generator[None]:
-    """Makes regions of the modules of these names for the time being."""
+    """Makes regions of the modules that these patterns match, and removes them at the end."""
     if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
         raise errors.ArgumentError(
             f"audit(modules=...) takes a list of paths or globs, but got {errors.say(patterns)}\n"
@@ -234,7 +234,7 @@ def _audit(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
     def run() -> Audit:  # all of it in one run of the recorder: the modes around second runs are those of the forward
         result = model(*args, **kwargs)  # alive to the end: its graph is what backward would replay
-        firsts = [first for first in recorder.runs.values() if first.frame.replays]
+        firsts = [first for first in recorder.runs.values() if first.call.replays]
         rows = _Rows(call.modules)
         for first in reversed(firsts):
 
@@ -247,7 +247,7 @@ def _audit(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
                 for op, moved in _flips(first.ops, third.ops):
                     rows.put(_row("flips", op, f"with inputs slightly off {moved}", _CARRY))
         del result
-        regions = tuple(first.frame.name for first in firsts)
+        regions = tuple(first.call.name for first in firsts)
         return Audit(rows.sorted(regions), regions, perturb)
 
     try:
@@ -264,21 +264,21 @@ def _audit(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 # --- a region's function once more ------------------------------------------------------------------------------------
 
 
-class _Again(Replay):
-    """A replay that fills no slot and goes to the end.
+class _FullReplay(Replay):
+    """A replay that fills no slot and runs the function to its end.
 
-    It returns what saved calls and `replay(fn)` have stored, and ends (`stopped`) where the engine has dropped that,
-    because no replay gets that far.
+    Saved calls and `replay(fn)` return what they have stored. Where the engine has dropped that, because no replay gets
+    that far, the run ends (`stopped`).
     """
 
     __slots__ = ("stopped",)
 
-    def __init__(self, frame: RegionCall) -> None:
-        super().__init__(frame, (), None)
+    def __init__(self, call: RegionCall) -> None:
+        super().__init__(call, (), None)
         self.stopped = False
 
     def go(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Runs the function under hooks that only count; calls whose results are not kept are repeated."""
+        """Runs the function under hooks that only count; saved calls that keep no output are run again."""
         unread = list(_unread(self.trace))
         for record in unread:
             record.read = True
@@ -295,7 +295,7 @@ class _Again(Replay):
                 record.read = False
 
     def event(self) -> None:
-        """Goes on."""
+        """Does nothing: no slot is filled, so none is the last."""
 
     @_torch.see_through
     def pack(self, tensor: torch.Tensor, finished: bool = False) -> Packed:
@@ -309,24 +309,24 @@ class _Again(Replay):
             raise Stop(self)
 
     def next_child(self) -> CallRecord | None:
-        """The trace of the next nested region; ends where outputs of saved calls in it have been dropped."""
+        """Returns the record of the next nested region; ends where outputs of saved calls in it have been dropped."""
         child = super().next_child()
         if child is not None and child.not_needed and _has_dropped(child):
             raise Stop(self)
         return child
 
 
-def _unread(trace: CallRecord | None) -> Iterator[SavedCall]:
-    """The calls of a run and of those in it whose results have no values in a replay."""
-    if trace is not None:
-        yield from (one for one in trace.records if isinstance(one, SavedCall) and one.values_unused and not one.read)
-        for _, child in trace.children:
+def _unread(record: CallRecord | None) -> Iterator[SavedCall]:
+    """Yields the saved calls whose outputs are shape-only tensors in a replay, those of nested regions included."""
+    if record is not None:
+        yield from (one for one in record.records if isinstance(one, SavedCall) and one.values_unused and not one.read)
+        for _, child in record.children:
             yield from _unread(child)
 
 
-def _has_dropped(trace: CallRecord) -> bool:
-    return any(record.dropped for record in trace.records if isinstance(record, SavedCall)) or any(
-        child is not None and _has_dropped(child) for _, child in trace.children
+def _has_dropped(record: CallRecord) -> bool:
+    return any(one.dropped for one in record.records if isinstance(one, SavedCall)) or any(
+        child is not None and _has_dropped(child) for _, child in record.children
     )
 
 
@@ -334,7 +334,7 @@ class SecondRun(RegionRun):
     """A second run of a region: the outcome, and the changes that the engine did not put back."""
 
     def __init__(self, first: RegionRun) -> None:
-        super().__init__(first.frame, line=first.line)
+        super().__init__(first.call, line=first.line)
         self.inputs_differ = False  # the engine could not give it the inputs of the first run
         self.ended_early = False  # at what the engine has dropped
         self.error: Exception | None = None
@@ -348,52 +348,36 @@ class SecondRun(RegionRun):
 def run_again(
     recorder: Recorder, first: RegionRun, around: Callable[[Any], SideEffects], noise: float = 0.0
 ) -> SecondRun:
-    """Runs a region's function again and puts back what it has changed.
+    """Runs a region's function again and undoes its changes.
 
     With noise, the floating inputs are changed in their own memory meanwhile: a copy would be no input of the region.
     """
-    frame, second = first.frame, SecondRun(first)
-    with recorder.deaf():
-        try:
-            frame._state.check(frame.name)  # pyright: ignore[reportPrivateUsage]
-            frame.inputs.check(frame.name)
-        except errors.ChangedError as error:
-            second.changed = error
-        try:
-            args, kwargs, cells, _ = frame.inputs.open()
-        except errors.RecomputeError as error:  # rebuilt by another region, which is the one to blame
-            second.inputs_differ, second.error = True, error
+    call, second = first.call, SecondRun(first)
+    with recorder.paused():
+        inputs = _inputs_again(first, second)
+        if inputs is None:
             return second
-        given = list(leaves([*args, kwargs]))
-        samples = zip(first.inputs, map(sample_of, given), strict=False)
-        differ = any(then is not None and now is not None and not then.same(now) for then, now in samples)
-        second.inputs_differ = second.changed is not None or differ
+        args, kwargs, cells, tensors = inputs
         before = {key: (one, one.storage.clone()) for key, one in first.written.items()}
-        fn = rebuild(frame._template, cells)  # pyright: ignore[reportPrivateUsage]
+        fn = rebuild(call._template, cells)  # pyright: ignore[reportPrivateUsage]
         reached = Captures(fn).mutable(True)
         second.names = {id(storage): seen.label() for seen in reached for _, storage in storages(seen.tensor)}
-        effects = around(fn)
-        run, contexts = _Again(frame), frame._contexts or contextlib.nullcontext()  # pyright: ignore[reportPrivateUsage]
+        effects, run = around(fn), _FullReplay(call)
 
         def go() -> None:
-            with recorder.listening_to(_Again.go.__code__, second), contexts:
+            contexts = call._contexts or contextlib.nullcontext()  # pyright: ignore[reportPrivateUsage]
+            with recorder.recording(_FullReplay.go.__code__, second), contexts:
                 run.go(fn, args, kwargs)
 
-        grad, outer = torch.is_grad_enabled(), thread.run
-        _torch.set_grad_enabled(True)
-        thread.run = run
         try:
-            with _disturbed([*given, *cells], noise):
-                frame._state.run(frame.name, go)  # pyright: ignore[reportPrivateUsage]
+            with _replaying(run), _disturbed(tensors, noise):
+                call._state.run(call.name, go)  # pyright: ignore[reportPrivateUsage]
         except Exception as error:
             second.error = error.with_traceback(None)
-        finally:
-            thread.run = outer
-            _torch.set_grad_enabled(grad)
         second.ended_early = run.stopped
         second.places, second.generators = effects.changed_places(), effects.advanced_generators()
         effects.restore()
-        restored = frame.restored
+        restored = call.restored
         for key, one in second.written.items():
             if key not in before and not one.is_among(restored):
                 before[key] = one, one.before
@@ -404,9 +388,47 @@ def run_again(
     return second
 
 
+def _inputs_again(
+    first: RegionRun, second: SecondRun
+) -> tuple[Sequence[Any], dict[str, Any], Sequence[Any], list[torch.Tensor]] | None:
+    """Returns the arguments and closure cells as a replay gets them, and their tensors; None if it gets an error.
+
+    `second` records how the inputs differ from those of the first run.
+    """
+    call = first.call
+    try:
+        call._state.check(call.name)  # pyright: ignore[reportPrivateUsage]
+        call.inputs.check(call.name)
+    except errors.ChangedError as error:
+        second.changed = error
+    try:
+        args, kwargs, cells, _ = call.inputs.open()
+    except errors.RecomputeError as error:  # rebuilt by another region, which is the one to blame
+        second.inputs_differ, second.error = True, error
+        return None
+    given = list(leaves([*args, kwargs]))
+    samples = zip(first.inputs, map(sample_of, given), strict=False)
+    differ = any(then is not None and now is not None and not then.same(now) for then, now in samples)
+    second.inputs_differ = second.changed is not None or differ
+    return args, kwargs, cells, [*given, *cells]
+
+
+@contextlib.contextmanager
+def _replaying(run: Replay) -> Generator[None]:
+    """Makes `run` the running replay of this thread, with gradients on, for the time being."""
+    grad, outer = torch.is_grad_enabled(), thread.run
+    _torch.set_grad_enabled(True)
+    thread.run = run
+    try:
+        yield
+    finally:
+        thread.run = outer
+        _torch.set_grad_enabled(grad)
+
+
 @contextlib.contextmanager
 def _disturbed(tensors: Sequence[torch.Tensor], noise: float) -> Generator[None]:
-    """Noise on the floating tensors, in place, for the time being."""
+    """Adds noise to the floating tensors, in place, and takes it back at the end."""
     chosen = [
         tensor
         for tensor in tensors
@@ -434,18 +456,18 @@ def _disturbed(tensors: Sequence[torch.Tensor], noise: float) -> Generator[None]
 
 
 class Divergence(NamedTuple):
-    """The first place where two runs differ: the operation, "value", "shape" or "operation", and how, in words."""
+    """The first operation in which two runs differ."""
 
     op: RecordedOp
-    what: str
-    detail: str
+    what: str  # "value", "shape" or "operation"
+    detail: str  # how it differs, in words
 
 
 def first_divergence(then: Sequence[RecordedOp], now: Sequence[RecordedOp], shorter: bool) -> Divergence | None:
-    """The first place where a second run is not as the first was.
+    """Returns the first operation in which a second run differs from the first; None if there is none.
 
-    Where a function asks `doing_recompute()` or has saved a value for its replay, the second run may be `shorter`: it
-    leaves out operations of the first. Then what it does must be there in the first, in this order.
+    Where a function calls `doing_recompute()` or has saved a value for its replay, the second run may be `shorter`: it
+    leaves out operations of the first. Then its operations must be among those of the first, in this order.
     """
     place = 0
     for op in now:
@@ -489,7 +511,7 @@ def _say(metas: Sequence[Any]) -> str:
 
 
 def _flips(then: Sequence[RecordedOp], now: Sequence[RecordedOp]) -> Iterator[tuple[RecordedOp, str]]:
-    """The choices that came out otherwise: each with how many tokens moved, in words."""
+    """Yields the choices that came out otherwise, each with the number of tokens that moved, in words."""
     later = [op for op in now if op.chosen is not None]
     for op in then:
         match = next((other for other in later if op.is_like(other)), None) if op.chosen is not None else None
@@ -540,11 +562,11 @@ _VALUE = (
 
 
 class _Rows:
-    """The rows found so far.
+    """Collects the rows of an audit.
 
-    A region whose inputs are not those of the first run, because they were changed or are rebuilt by a region that was
-    found to differ, is not compared: the fault is elsewhere. A finding of a region inside another is not repeated for
-    the outer one.
+    A region whose inputs are not those of the first run, because they were changed or are rebuilt by a region that
+    differs, is not compared: the fault is elsewhere. A finding of a region inside another is not repeated for the outer
+    one.
     """
 
     def __init__(self, modules: Iterable[tuple[nn.Module, str]]) -> None:
@@ -557,21 +579,21 @@ class _Rows:
                         self._names.setdefault(id(storage), (kind, f"{path}.{name}".removeprefix(".")))
 
     def sorted(self, regions: Sequence[str]) -> tuple[AuditRow, ...]:
-        """The rows, region by region, kind by kind."""
+        """Returns the rows, region by region, kind by kind."""
         order = {name: i for i, name in reversed(list(enumerate(regions)))}
         rows = self._rows.values()
         return tuple(sorted(rows, key=lambda row: (order.get(row.region, len(order)), list(_WORDS).index(row.kind))))
 
     def put(self, row: AuditRow, inner: Iterable[str] = ()) -> None:
-        """Adds a row, unless it is known, of this region or of one of those `inner` to it."""
-        said = row.detail if row.kind == "mutates" else ""
-        keys = [(row.kind, region, row.op, row.module, row.line, said) for region in (row.region, *inner)]
+        """Adds a row, unless its region, or one `inner` to it, has it already."""
+        detail = row.detail if row.kind == "mutates" else ""
+        keys = [(row.kind, region, row.op, row.module, row.line, detail) for region in (row.region, *inner)]
         if not any(key in self._rows for key in keys):
             self._rows[keys[0]] = row
 
     def add(self, first: RegionRun, second: SecondRun) -> None:
-        """What a second run shows."""
-        name, error = first.frame.name, second.error
+        """Adds the findings of a second run."""
+        name, error = first.call.name, second.error
         before = len(self._rows)
         inner = {op.region for op in first.ops} - {name}
 
@@ -579,7 +601,7 @@ class _Rows:
             self.put(AuditRow(kind, name, "", "", "", detail, advice), inner)
 
         for key, written in {**second.written, **first.written}.items():
-            if (written.argument and not written.is_among(first.frame.restored)) or key in second.rewritten:
+            if (written.argument and not written.is_among(first.call.restored)) or key in second.rewritten:
                 label = second.names.get(key, "a tensor from outside of the region")
                 advice = _TENSOR
                 if key in self._names:
@@ -607,9 +629,9 @@ class _Rows:
             whole("fails", f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", FAILS)
 
     def _compare(self, first: RegionRun, second: SecondRun) -> None:
-        trace = first.frame.trace
+        record = first.call.trace
         asks = any(_ASKING.intersection(code.co_names) for code, _ in first.scopes.values())
-        shorter = second.error is not None or second.ended_early or asks or (trace is not None and bool(trace.values))
+        shorter = second.error is not None or second.ended_early or asks or (record is not None and bool(record.values))
         found = first_divergence(first.ops, second.ops, shorter)
         writing = [written.op for key, written in first.written.items() if key in second.rewritten]
         if found is not None and found.op not in writing:  # else its output is what it should not write to
@@ -634,7 +656,7 @@ def _for_generators(names: Sequence[str]) -> str:
 
 
 def _against(found: Divergence, second: SecondRun) -> str:
-    """What to write where two runs differ."""
+    """Returns what to write where two runs differ."""
     if second.generators:
         return _for_generators(second.generators)
     if found.op.chosen is not None:

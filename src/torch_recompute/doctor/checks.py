@@ -1,8 +1,8 @@
-"""Every kind of finding of the doctor, in one table, over evidence that is gathered once.
+"""All checks of the doctor in one table, over evidence that is gathered once.
 
 A check is one kind of finding and up to three functions: one reads a simulated step, one observed steps, one an audit.
 Where none of the evidence that it reads can be had (a model on meta cannot be run, a plain model has no regions to
-audit) it is not asked, and the report says so. A finding says where, what was seen with its figures, how it was
+audit) it does not run, and the report says so. A finding has the place, what was seen with its figures, how it was
 confirmed, and what to write, in which code is between backticks and runs as it is printed. Parts that are alike, as the
 layers of a stack, are one finding, with `*` where the numbers in their names were.
 """
@@ -22,8 +22,8 @@ from ..plan.exhausted import against_fragmentation, fragmented
 from ..plan.plan import Plan
 from ..simulation import Simulation
 from .audit import FAILS, Audit
-from .observed import Observations
 from .simulated import Account, SimulatedSteps, merged
+from .step_watcher import Observations
 
 SCHEMA_VERSION = 1
 
@@ -38,6 +38,8 @@ WORTH = 0.01  # of the peak: what an inner region has to lower it by, to be wort
 REPLAYED = 0.15  # of the step: whole layers cost a quarter of all products
 SHOWN = 4  # places in one finding
 TILES = "`recompute(head_and_loss, tiles=8)(hidden, labels)`, where head_and_loss returns a loss per token."
+WALKED = "one simulated step: the graph was walked when the loss was there"
+BY_REGION = "one simulated step, in which FLOPs were counted by region and the graph was walked for who holds what."
 NEAR = 0.05  # of the step: a plan this close to its bound is as good as plans get
 
 
@@ -46,7 +48,7 @@ NEAR = 0.05  # of the step: a plan this close to its bound is as good as plans g
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong.
+    """One problem of a model or a training loop.
 
     Attributes:
         kind: A word of `KINDS`; each has a heading on the page about the doctor.
@@ -74,14 +76,14 @@ class Finding:
 @shown
 @dataclass(frozen=True, repr=False)
 class Report:
-    """What an examination found. True if it found nothing; `print` shows a text.
+    """The findings of an examination. True if there are none; `print` shows a text.
 
     Attributes:
         model: The name of the model's class.
         findings: What is wrong, in the order of `looked_for`.
         looked_for: The kinds that were looked for.
         not_looked_for: The kinds that were not, each with the reason.
-        watched: What was compared in the steps after those that were looked at closely; "" where there were none.
+        watched: What was compared in the steps after those that were watched closely; "" where there were none.
     """
 
     model: str
@@ -121,15 +123,15 @@ class Report:
         return "\n".join(lines)
 
     def summary(self) -> str:
-        """How many findings, in words."""
+        """Returns the number of findings, in words."""
         found = counted(len(self.findings), "finding") if self.findings else "nothing found"
         return f"{found}; {len(self.looked_for)} kinds looked for"
 
     def reasons(self) -> list[str]:
-        """What was not looked for and why, a line for each reason; and how later steps were watched."""
+        """Returns a line for each reason why something was not looked for, and one on how later steps were watched."""
         kinds = grouped(self.not_looked_for, lambda pair: pair[1])
-        said = [f"not looked for, because {why}: {', '.join(kind for kind, _ in of)}" for why, of in kinds.items()]
-        return [*said, *([f"compared after the first steps: {self.watched}"] if self.watched else [])]
+        lines = [f"not looked for, because {why}: {', '.join(kind for kind, _ in of)}" for why, of in kinds.items()]
+        return [*lines, *([f"compared after the first steps: {self.watched}"] if self.watched else [])]
 
 
 # --- evidence ---------------------------------------------------------------------------------------------------------
@@ -137,7 +139,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of a model.
+    """The facts about a model that checks read.
 
     Attributes:
         name: The name of the model's class.
@@ -158,20 +160,20 @@ class Evidence:
     missing: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def without(self, name: str) -> Simulation | None:
-        """The step without the plan's regions of a name (numbers as `*`); None where they are not the plan's."""
+        """Simulates the step without the plan's regions of a name (numbers as `*`); None if the plan has none."""
         if self.plan is None or self.simulated is None:
             return None
         rest = tuple(one for one in self.plan.choices if not _is_named(one.paths[0], name))
         return None if len(rest) == len(self.plan.choices) else self.simulated.planned(Plan(rest))
 
     def without_it(self, name: str) -> str:
-        """What to write for a step without the regions of a name."""
+        """Returns what to write for a step without the regions of a name."""
         choices = () if self.plan is None else self.plan.all_choices
         planned = any(_is_named(path, name) for choice in choices for path in choice.paths)
         return f"a plan without {name}" if planned else f"the plain call in the place of the region {name}"
 
     def compared(self, name: str) -> str:
-        """Says what a step keeps with the plan's regions of a name and without; "" for other regions."""
+        """Returns what a step keeps with the plan's regions of a name and without, in words; "" for other regions."""
         plain = self.without(name)
         if plain is None or self.simulated is None:
             return ""
@@ -180,7 +182,7 @@ class Evidence:
 
 
 def _is_named(path: str, name: str) -> bool:
-    """Whether a name, with `*` for numbers, or one of several, is that of a path."""
+    """Returns whether a name, with `*` for numbers, or one of several, is that of a path."""
     return not {path, starred_path(path)}.isdisjoint(name.split(", "))
 
 
@@ -193,7 +195,7 @@ def _found(where: str, seen: str, confirmed: str, write: str, **figures: Any) ->
 
 @dataclass(frozen=True)
 class Check:
-    """Looks for one kind of thing.
+    """Finds one kind of problem.
 
     Attributes:
         kind: The word for it.
@@ -215,25 +217,25 @@ class Check:
         return [name for name in ("simulated", "observed", "audited") if getattr(self, name) is not None]
 
     def why_not(self, evidence: Evidence) -> str:
-        """Why this cannot be looked for; "" where it can."""
+        """Returns why this cannot be looked for; "" where it can."""
         if all(getattr(evidence, need) is None for need in self.needs):
             return "; ".join(
                 dict.fromkeys(evidence.missing.get(need, f"there is no {need} step") for need in self.needs)
             )
         return self.unless(evidence) if self.unless is not None else ""
 
-    def look(self, evidence: Evidence) -> Iterator[Finding]:
-        """The findings."""
+    def findings(self, evidence: Evidence) -> Iterator[Finding]:
+        """Yields the findings."""
         for need in self.needs:
             if (source := getattr(evidence, need)) is not None:
                 yield from (Finding(self.kind, *found) for found in getattr(self, need)(evidence, source))
 
 
 def look_for(checks: Iterable[Check], evidence: Evidence) -> Report:
-    """The findings of some checks in some evidence."""
+    """Runs checks on the evidence, and reports their findings."""
     why_not = {check: check.why_not(evidence) for check in checks}
     looked = [check for check, why in why_not.items() if not why]
-    findings = tuple(finding for check in looked for finding in check.look(evidence))
+    findings = tuple(finding for check in looked for finding in check.findings(evidence))
     missing = tuple((check.kind, why) for check, why in why_not.items() if why)
     watched = "" if evidence.observed is None else evidence.observed.watched
     return Report(evidence.name, findings, tuple(check.kind for check in looked), missing, watched)
@@ -242,7 +244,7 @@ def look_for(checks: Iterable[Check], evidence: Evidence) -> Report:
 def _audited(
     *kinds: str, confirmed: str = "each region was run twice, as a replay runs it, with every operation written down."
 ) -> Callable[[Evidence, Audit], Iterator[_Found]]:
-    """A check that reads the rows of some kinds of an audit; those alike except for numbers are one finding."""
+    """Returns a check that reads rows of an audit, of these kinds; those alike except for numbers are one finding."""
 
     def look(_: Evidence, audit: Audit) -> Iterator[_Found]:
         rows = [row for row in audit.rows if row.kind in kinds]
@@ -269,7 +271,7 @@ def _audited(
 
 
 def _frozen_input(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
-    """Parameters that are not trained, because a reentrant checkpoint is given inputs that need no gradient.
+    """Finds parameters that are not trained, because a reentrant checkpoint is given inputs that need no gradient.
 
     So it is behind a frozen embedding, as with LoRA, or on the first stage of a pipeline.
     """
@@ -291,7 +293,7 @@ def _frozen_input(evidence: Evidence, observed: Observations) -> Iterator[_Found
 
 
 def _buffers_updated_twice(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
-    """Buffers that are updated by the forward and again by the replay of another library's checkpoint."""
+    """Finds buffers that are updated by the forward and again by the replay of another library's checkpoint."""
     changed = observed.changed_buffers
     for where, names in grouped(changed, starred_path).items():
         yield _found(
@@ -306,7 +308,7 @@ def _buffers_updated_twice(evidence: Evidence, observed: Observations) -> Iterat
 
 
 def _reentrant(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
-    """Checkpoints that run a backward inside backward: DDP ends with "marked as ready twice"."""
+    """Finds checkpoints that run a backward inside backward: DDP ends with "marked as ready twice"."""
     around = "is around this model" if observed.parallel else "is not around this model, which trains without it"
     groups = grouped(observed.reentrant, lambda one: (one.function, starred_path(one.path), one.library))
     for (function, path, library), checkpoints in groups.items():
@@ -324,7 +326,7 @@ def _reentrant(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
 
 
 def _replays_otherwise(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
-    """A step that raises, or whose gradients are others, than that of the step without recomputation."""
+    """Finds a step that raises, or whose gradients differ, where the step without recomputation is right."""
     rows = () if evidence.audited is None else evidence.audited.rows
     if any(row.kind in ("differs", "flips", "fails", "mutates") for row in rows):
         return  # the audit names the operation
@@ -360,7 +362,7 @@ def _replays_otherwise(evidence: Evidence, observed: Observations) -> Iterator[_
 
 
 def _kept_alive(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
-    """Memory of a step that is still there when the next one begins."""
+    """Finds memory of a step that is still there when the next one begins."""
     kinds = () if observed.raised else observed.kept.items()
     by_holder = grouped(kinds, lambda item: (item[1].backward, item[1].in_graph, _place(item[1].holder)))
     for (backward, in_graph, holder), of in by_holder.items():
@@ -393,7 +395,7 @@ def _kept_alive(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
 
 
 def _of_the_loop(observed: Observations) -> Iterator[_Found]:
-    """Memory that another order, or another argument, in the training loop frees."""
+    """Finds memory that another order, or another argument, in the training loop frees."""
     summed = observed.summed
     if summed is not None and summed.nbytes > summed.alone:
         yield _found(
@@ -417,7 +419,7 @@ def _of_the_loop(observed: Observations) -> Iterator[_Found]:
 
 
 def _over_budget(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Found]:
-    """A step that does not fit into the budget, and the nearest plan that does."""
+    """Finds a step that does not fit into the budget, and the nearest plan that does."""
     step, budget = simulated.step, evidence.budget
     if budget is None or step.peak_bytes <= budget:
         return
@@ -455,7 +457,7 @@ def _plan_within(simulated: SimulatedSteps, budget: int) -> str:
 
 
 def _fragmentation(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
-    """Memory that the allocator holds in pieces that fit nothing: fragmentation, which no recomputation helps."""
+    """Finds memory that the allocator holds in pieces that fit nothing: fragmentation, which no recomputation helps."""
     stats = observed.allocator
     if stats is None:
         return
@@ -478,7 +480,7 @@ def _fragmentation(evidence: Evidence, observed: Observations) -> Iterator[_Foun
 
 
 def _loss_head(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Found]:
-    """A peak in tensors as wide as the logits, where regions lower it by little or the budget is exceeded."""
+    """Finds a peak in tensors as wide as the logits, where regions lower it by little or the budget is exceeded."""
     step, plain = simulated.step, simulated.plain
     over = evidence.budget is not None and step.peak_bytes > evidence.budget
     little = bool(evidence.plan) and step.peak_bytes > (1 - LOWERED) * plain.peak_bytes
@@ -497,7 +499,7 @@ def _loss_head(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Found
 
 
 def _output_held(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Found]:
-    """An output that the training loop holds through backward, when backward needs the loss alone."""
+    """Finds an output that the training loop holds through backward, when backward needs the loss alone."""
     step = simulated.step
     if step.loop.output_bytes < HELD * step.peak_bytes:
         return
@@ -519,7 +521,7 @@ def _output_held(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Fou
 
 
 def _optimizer_state(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Found]:
-    """What no recomputation frees fills the budget, or the peak is in the optimizer's step."""
+    """Finds a budget filled by what no recomputation frees, or a peak in the optimizer's step."""
     step, budget, gradients = simulated.step, evidence.budget, simulated.gradient_bytes
     kept = {name: step.live_by_category[name] for name in ("parameters", "buffers", "optimizer")}
     lasting = sum(kept.values()) + gradients
@@ -544,7 +546,7 @@ def _optimizer_state(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[
 
 
 def _never_again(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
-    """Checkpointing that is turned on and does nothing."""
+    """Finds checkpointing that is turned on but has no effect, because the module is in eval mode."""
     for where, paths in grouped(observed.never_again, starred_path).items():
         yield _found(
             where or evidence.name,
@@ -557,7 +559,7 @@ def _never_again(evidence: Evidence, observed: Observations) -> Iterator[_Found]
 
 
 def _saves_nothing(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Found]:
-    """Regions with nothing to drop or that keep as much as they free, and choices whose modules were not called.
+    """Finds regions with nothing to drop or that keep as much as they free, and choices whose modules were not called.
 
     Also a single checkpoint of another library or written by hand, without which the peak is no higher.
     """
@@ -567,7 +569,7 @@ def _saves_nothing(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_F
                 account.where,
                 f"{counted(account.calls, 'region')} dropped {_size(account.dropped_bytes)} and kept "
                 f"{_size(account.pinned_bytes + account.held_bytes)} that is not kept without: they free nothing.",
-                f"one simulated step: the graph was walked when the loss was there{evidence.compared(account.name)}.",
+                f"{WALKED}{evidence.compared(account.name)}.",
                 f"{evidence.without_it(account.name)}, or a region that reaches back to where its input is made.",
                 regions=account.calls,
                 dropped_bytes=account.dropped_bytes,
@@ -599,7 +601,7 @@ def _saves_nothing(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_F
 
 
 def _lowers_no_peak(evidence: Evidence, simulated: SimulatedSteps, account: Account) -> Iterator[_Found]:
-    """A single checkpoint of others, without which the peak is no higher: around the last layer, mostly."""
+    """Finds a single checkpoint of another library, as around the last layer, without which the peak is no higher."""
     if account.calls > 1 or account.freed_bytes <= 0 or not simulated.foreign.issuperset(account.paths):
         return
     peak, without = simulated.counted.peak_bytes, simulated.without(account.where).peak_bytes
@@ -624,7 +626,7 @@ def _is_fused_attention(account: Account) -> bool:
 
 
 def _output_pins(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Found]:
-    """Regions most of whose bytes are held elsewhere: what they drop is their own result, saved by the next operation.
+    """Finds regions most of whose bytes are held elsewhere: they drop their own result, which the next operation saves.
 
     So it is with fused attention, softmax, and every activation function that is differentiated by its result.
     """
@@ -634,7 +636,7 @@ def _output_pins(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Fou
                 account.where,
                 f"{counted(account.calls, 'region')} keep {_size(account.stashed_bytes)} in {account.stashed_by[0]}: a "
                 "region drops what is saved for backward, and attributes of ctx are not.",
-                "one simulated step: the graph was walked when the loss was there.",
+                f"{WALKED}.",
                 "`ctx.save_for_backward` in the place of the attribute.",
                 regions=account.calls,
                 stashed_bytes=account.stashed_bytes,
@@ -645,7 +647,7 @@ def _output_pins(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Fou
             account.where,
             f"{counted(account.calls, 'region')} dropped {_size(account.dropped_bytes)}, of which "
             f"{_size(account.pinned_bytes)} are held by {', '.join(account.pinned_by)}.",
-            f"one simulated step: the graph was walked when the loss was there{evidence.compared(account.name)}.",
+            f"{WALKED}{evidence.compared(account.name)}.",
             "a region that reaches through the consumer, the consumer being a saved call: "
             "`recompute(lambda x: no_recompute(consumer)(fn(x)))(x)`; or none here.",
             regions=account.calls,
@@ -656,7 +658,7 @@ def _output_pins(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Fou
 
 
 def _made_worse(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Found]:
-    """Regions that keep more than they free: the input of an operation that is differentiated by its result."""
+    """Finds regions that keep more than they free: the input of an operation that is differentiated by its result."""
     for account in simulated.outermost:
         plain = evidence.without(account.name) if account.freed_bytes < 0 else None
         if account.freed_bytes >= 0 or (plain is not None and plain.saved_bytes >= simulated.step.saved_bytes):
@@ -666,7 +668,7 @@ def _made_worse(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Foun
             f"{counted(account.calls, 'region')} keep {_size(account.held_bytes)} of inputs that nothing else keeps, "
             f"and free {_size(account.dropped_bytes - account.pinned_bytes)}: {_size(-account.freed_bytes)} more than "
             "the plain call.",
-            f"one simulated step: the graph was walked when the loss was there{evidence.compared(account.name)}.",
+            f"{WALKED}{evidence.compared(account.name)}.",
             f"{evidence.without_it(account.name)}: the result of such an operation is all that its backward needs.",
             regions=account.calls,
             held_bytes=account.held_bytes,
@@ -682,14 +684,14 @@ def _is_nested(account: Account) -> bool:
 
 
 def _is_for_attention_alone(account: Account) -> bool:
-    """Whether all that its replays compute is fused attention, and all that they free its results."""
+    """Returns whether its replays compute fused attention alone, and free no more than its results."""
     return 0 < FUSED * account.replay_flops <= account.attention_replays and (
         account.freed_bytes <= account.attention_bytes
     )
 
 
 def _needless(evidence: Evidence, simulated: SimulatedSteps) -> dict[str, _Found]:
-    """By name with `*` for numbers, regions that compute next to nothing but regions, and lower the peak by little."""
+    """Finds regions around little but other regions that lower the peak by little, by name with `*` for numbers."""
     found: dict[str, _Found] = {}
     step = simulated.counted if simulated.foreign else simulated.step
     for account in simulated.outermost:
@@ -717,45 +719,26 @@ def _needless(evidence: Evidence, simulated: SimulatedSteps) -> dict[str, _Found
 
 
 def _recomputed_twice(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Found]:
-    """Regions whose operations are replayed more than once, and attention that is run again for little.
+    """Finds regions whose operations are replayed more than once, and attention that is run again for little.
 
     An inner region runs in the forward, in the replay of the outer one, and in its own, which may lower the peak. An
     outer one of which each part is a region already frees the inputs of these. A region around a fused attention alone
     runs the whole kernel once more and frees little.
     """
-    step = simulated.step
     needless = _needless(evidence, simulated)
     yield from needless.values()
     for account in simulated.accounts:
-        around = account.inside or "the model"
         if account.inside in needless:
             continue
         if _is_nested(account):
-            outer = evidence.without(account.name)
-            confirmed = "one simulated step, in which operations were counted by the region they ran in"
-            if outer is not None:
-                if step.peak_bytes < (1 - WORTH) * outer.peak_bytes:
-                    continue  # it pays: in the replay of the outer one, less is alive at once
-                confirmed += f"; the peak is {_size(step.peak_bytes)} with it and {_size(outer.peak_bytes)} without"
-            yield _found(
-                account.where,
-                f"{counted(account.calls, 'region')} are in {around}, which is a region as well: "
-                f"{account.forward_ops} operations in forward, {account.replay_ops} in replays "
-                f"({_gflop(account.replay_flops)} replayed, {_gflop(account.forward_flops)} in one forward).",
-                f"{confirmed}.",
-                f"one of the two: {evidence.without_it(account.name)}, or {evidence.without_it(around)}.",
-                regions=account.calls,
-                forward_ops=account.forward_ops,
-                replay_ops=account.replay_ops,
-            )
+            yield from _nested_region(evidence, simulated.step, account)
         elif _is_fused_attention(account) and _is_pinned(account) and account.replay_flops:
             yield _found(
                 account.where,
                 f"{counted(account.calls, 'region')} hold a fused attention, whose backward makes the scores again by "
                 f"itself; its forward is run once more ({_gflop(account.replay_flops)}) to free "
                 f"{_size(account.freed_bytes)}, since its result is held by {', '.join(account.pinned_by)}.",
-                "one simulated step, in which FLOPs were counted by region and the graph was walked for who holds "
-                "what.",
+                BY_REGION,
                 f'no region on {account.name}; in a region around the whole layer, keep it: `keep=("@attention",)`.',
                 regions=account.calls,
                 replay_flops=account.replay_flops,
@@ -767,8 +750,7 @@ def _recomputed_twice(evidence: Evidence, simulated: SimulatedSteps) -> Iterator
                 f"{counted(account.calls, 'region')} run a fused attention again "
                 f"({_gflop(account.attention_replays)}), and free {_size(account.freed_bytes)}, no more than its "
                 f"results are ({_size(account.attention_bytes)}): the scores are not kept without the region either.",
-                "one simulated step, in which FLOPs were counted by region and the graph was walked for who holds "
-                "what.",
+                BY_REGION,
                 f"a plan without {account.name}; or a region around more than the attention that keeps it, as "
                 '`keep=("@attention",)` says (attention_output among recompute_modules).',
                 regions=account.calls,
@@ -777,8 +759,30 @@ def _recomputed_twice(evidence: Evidence, simulated: SimulatedSteps) -> Iterator
             )
 
 
+def _nested_region(evidence: Evidence, step: Simulation, account: Account) -> Iterator[_Found]:
+    """Finds a region that runs in the replay of the region around it and again in its own, for little memory."""
+    around = account.inside or "the model"
+    outer = evidence.without(account.name)
+    confirmed = "one simulated step, in which operations were counted by the region they ran in"
+    if outer is not None:
+        if step.peak_bytes < (1 - WORTH) * outer.peak_bytes:
+            return  # it pays: in the replay of the outer one, less is alive at once
+        confirmed += f"; the peak is {_size(step.peak_bytes)} with it and {_size(outer.peak_bytes)} without"
+    yield _found(
+        account.where,
+        f"{counted(account.calls, 'region')} are in {around}, which is a region as well: "
+        f"{account.forward_ops} operations in forward, {account.replay_ops} in replays "
+        f"({_gflop(account.replay_flops)} replayed, {_gflop(account.forward_flops)} in one forward).",
+        f"{confirmed}.",
+        f"one of the two: {evidence.without_it(account.name)}, or {evidence.without_it(around)}.",
+        regions=account.calls,
+        forward_ops=account.forward_ops,
+        replay_ops=account.replay_ops,
+    )
+
+
 def _called_twice(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
-    """A checkpoint of another library inside a region, or around one, by the calls of the modules in it."""
+    """Finds a checkpoint of another library inside a region, or around one, by the calls of the modules in it."""
     if evidence.simulated is not None and any(map(_is_nested, evidence.simulated.accounts)):
         return
     if observed.raised or observed.differ:
@@ -802,13 +806,13 @@ def _called_twice(evidence: Evidence, observed: Observations) -> Iterator[_Found
 
 
 def _is_near_its_bound(evidence: Evidence) -> bool:
-    """Whether, by the plan's own bound, no schedule is much better."""
+    """Returns whether, by the plan's own bound, no schedule is much better."""
     gap = None if evidence.plan is None else evidence.plan.gap
     return gap is not None and gap <= NEAR
 
 
 def _replayed_flops(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Found]:
-    """Replays that take much of the step's FLOPs, and the unit that is replayed most."""
+    """Finds replays that take much of the step's FLOPs, and the unit that is replayed most."""
     total = sum(simulated.regions.flops.values())
     by_name = merged(simulated.regions.by_name.values(), lambda one: one.tiled)
     accounts = [account for account in by_name if not account.tiled]
@@ -841,7 +845,7 @@ def _replayed_flops(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_
 
 
 def _replayed_seconds(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
-    """Replays that take much of the seconds of real steps."""
+    """Finds replays that take much of the seconds of real steps."""
     if evidence.simulated is not None or _is_near_its_bound(evidence):
         return
     paths = grouped(observed.replay_seconds, starred_path)
@@ -864,7 +868,7 @@ def _replayed_seconds(evidence: Evidence, observed: Observations) -> Iterator[_F
 
 
 def _fallbacks(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
-    """What `torch.compile` and its CUDA graphs left to eager execution."""
+    """Finds graph breaks and other reasons for which `torch.compile` and its CUDA graphs ran something eagerly."""
     for reason, count in observed.fallbacks.items():
         if reason == NO_CUDA_GRAPH:
             what = "what was compiled ran without a CUDA graph"
@@ -898,7 +902,7 @@ def _fallbacks(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
 
 
 def _masks_drawn_again(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
-    """Dropout in compiled code under a budget of the compiler's own."""
+    """Finds dropout in compiled code under a budget of the compiler's own."""
     for where, modules in grouped(observed.drawn_again, starred_path).items():
         yield _found(
             where,
@@ -958,23 +962,23 @@ KINDS = tuple(check.kind for check in CHECKS)
 
 
 def _size(count: float) -> str:
-    """Bytes in the unit that suits them, or exactly where they are few."""
+    """Returns bytes in the unit that suits them, or exactly where they are few."""
     return errors.size(round(count)) if count >= 2**20 else f"{int(count):,} bytes"
 
 
 def _place(holder: str) -> str:
-    """What refers to a tensor, with a star for each place in a list, and for each layer."""
+    """Returns the name of what refers to a tensor, with a star for each index of a list and each layer."""
     return re.sub(r"\[\d+\]", "[*]", starred_path(holder))
 
 
 def _budget(count: int) -> str:
-    """A number of bytes as `budget=` takes it: a text where that says exactly as many."""
+    """Returns a number of bytes as `budget=` takes it: a text if it means exactly as many."""
     text = as_budget(count)
     return f'"{text}"' if read_budget(text).bytes == count else str(int(count))
 
 
 def _plan_for(count: int) -> str:
-    """What to write for a plan within so many bytes, for the step that was examined."""
+    """Returns what to write for a plan within so many bytes, for the step that was examined."""
     return f"the plan of `make_plan` for what was examined here and `budget={_budget(count)}`"
 
 

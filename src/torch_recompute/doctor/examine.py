@@ -1,11 +1,11 @@
-"""The doctor: why a model is still out of memory, slow, or wrong, although something is recomputed.
+"""The doctor: finds out why a model is still out of memory, slow, or wrong, although something is recomputed.
 
 Recomputation that does not help fails in silence: a label matched a module that saves nothing; a fused attention's
 result is held by the next layer; a checkpoint of another library updates a counter twice. So `examine` gathers
 evidence, once, for all checks (`checks.py`). A step is simulated, with the plan and without: exact bytes and FLOPs by
-region. Where the model has weights, one step is also run and observed, and each region is audited. `watch`
-reads what a training that runs anyway shows. Everything is counted, compared or run; rules over names and versions
-("you use flash attention, so ...") are right until the next release.
+region. Where the model has weights, one step is also run and observed, and each region is audited. `watch` observes the
+steps of a training that runs anyway. Everything is counted, compared or run; rules over names and versions ("you use
+flash attention, so ...") are right until the next release.
 
 `examine` leaves the model, its gradients, buffers and all generators as they were; `watch` changes no step.
 """
@@ -31,11 +31,11 @@ from ..plan.exhausted import planned_models
 from ..plan.plan import Plan
 from ..training_step import Loss, MakeOptimizer, TrainingStep, loss_of
 from ..values import name_of
-from .audit import audit
+from .audit import Audit, audit
 from .checks import CHECKS, Evidence, Report, look_for
-from .evidence import Difference, ModelCall, Noise, StepResult, differences
-from .observed import CLOSELY, Compiled, Observations, Raised, StepWatcher
+from .compare import Difference, ModelCall, Noise, StepResult, differences
 from .simulated import SimulatedSteps, as_region, without_recomputation
+from .step_watcher import CLOSELY, Compiled, Observations, Raised, StepWatcher
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -56,7 +56,7 @@ def examine(
     accumulate: int = 1,
     set_to_none: bool = True,
 ) -> Report:
-    """Looks for what keeps recomputation from helping: why it is still out of memory, slow, or wrong.
+    """Finds what keeps recomputation from helping: why a model is still out of memory, slow, or wrong.
 
         report = doctor.examine(model, batch, plan=plan, budget="24GiB", optimizer="adamw")
         print(report)
@@ -67,10 +67,10 @@ def examine(
     are put back, and so is a plan that was not in the model.
 
     Args:
-        model: The model. Regions in its own code, and a plan that is in it already, are looked at as well.
+        model: The model. Regions in its own code, and a plan that is in it already, are examined as well.
         args: A batch, see `make_plan`.
         kwargs: More keyword arguments of the call.
-        plan: The plan that is to be looked at, for a model that has none in it.
+        plan: The plan to examine, for a model that has none in it.
         budget: The most bytes alive at any time of the step; see `make_plan`.
         loss: From the model's output to a scalar; see `simulate`.
         optimizer: See `simulate`.
@@ -100,48 +100,60 @@ def examine(
             "nothing can be run.\n"
             "  Leave run out: then a step is simulated, and the report says what was not looked for."
         )
-    running = not on_meta and run is not False
+    reason = "the model is on meta" if on_meta else "run=False"
+    not_run = f"no step was run ({reason})" if on_meta or run is False else ""
     with at_work(f"examining {type(model).__name__}"):
-        parallel = plan is None and isinstance(model, DistributedDataParallel)
-        if parallel:  # its steps would wait for other ranks
-            step = replace(step, model=cast("nn.Module", model.module))
-        since, steps = Compiled(), SimulatedSteps(step, plan)
-        missing: dict[str, str] = {}
-        simulated: SimulatedSteps | None = None
-        try:
-            steps.run()
-            simulated = steps
-        except Exception as error:  # of a model that the copy is not like: DDP's hooks, weights that come and go
-            if not running:
-                raise
-            missing["simulated"] = f"the step cannot be simulated ({_first_line(error)})"
-        observed = audited = None
-        if running:
-            missing["audited"] = "the model calls no region"
-            with contextlib.ExitStack() as stack:
-                if plan is not None:
-                    stack.callback(apply(step.model, plan).remove)
-                try:
-                    observed = _observe(ModelCall(step.model, *step.call), step.model, loss or _loss_of, since)
-                    observed.parallel |= parallel
-                    if simulated is None or simulated.accounts or observed.checkpoints:
-                        with checkpoints_run_by(as_region):
-                            audited = audit(step.model, *step.call)
-                except torch.OutOfMemoryError as error:
-                    missing["observed"] = missing["audited"] = f"memory ran out in the step ({_first_line(error)})"
-                except Exception as error:
-                    if observed is None:
-                        raise
-                    missing["audited"] = f"the audit says: {_first_line(error)}"
-        else:
-            missing["observed"] = "no step was run" + (" (the model is on meta)" if on_meta else " (run=False)")
-            missing["audited"] = missing["observed"]
-        limit = None if budget is None else steps.bytes_meant(budget, simulated=simulated is not None)
-        return look_for(CHECKS, Evidence(type(step.model).__name__, plan, limit, simulated, observed, audited, missing))
+        return look_for(CHECKS, _evidence(step, plan, budget, not_run))
+
+
+def _evidence(step: TrainingStep, plan: Plan | None, budget: int | float | str | None, not_run: str) -> Evidence:
+    """Gathers the evidence for all checks; `not_run` is the reason not to run the model, if there is one."""
+    parallel = plan is None and isinstance(step.model, DistributedDataParallel)
+    if parallel:  # its steps would wait for other ranks
+        step = replace(step, model=cast("nn.Module", step.model.module))
+    since, steps = Compiled(), SimulatedSteps(step, plan)
+    simulated, observed, audited = steps, None, None
+    missing = {"observed": not_run, "audited": not_run}
+    try:
+        steps.run()
+    except Exception as error:  # of a model that the copy is not like: DDP's hooks, weights that come and go
+        if not_run:
+            raise
+        simulated = None
+        missing["simulated"] = f"the step cannot be simulated ({_first_line(error)})"
+    if not not_run:
+        with contextlib.ExitStack() as applied:
+            if plan is not None:
+                applied.callback(apply(step.model, plan).remove)
+            observed, audited = _run(step, simulated, since, missing)
+    if observed is not None:
+        observed.parallel |= parallel
+    limit = None if budget is None else steps.bytes_meant(budget, simulated=simulated is not None)
+    return Evidence(type(step.model).__name__, plan, limit, simulated, observed, audited, missing)
+
+
+def _run(
+    step: TrainingStep, simulated: SimulatedSteps | None, since: Compiled, missing: dict[str, str]
+) -> tuple[Observations | None, Audit | None]:
+    """Observes a real step and audits its regions; where one of the two cannot be had, `missing` gets the reason."""
+    observed = audited = None
+    missing["audited"] = "the model calls no region"
+    try:
+        observed = _observe(ModelCall(step.model, *step.call), step.model, step.loss or _loss_of, since)
+        if simulated is None or simulated.accounts or observed.checkpoints:
+            with checkpoints_run_by(as_region):
+                audited = audit(step.model, *step.call)
+    except torch.OutOfMemoryError as error:
+        missing["observed"] = missing["audited"] = f"memory ran out in the step ({_first_line(error)})"
+    except Exception as error:
+        if observed is None:
+            raise
+        missing["audited"] = f"the audit says: {_first_line(error)}"
+    return observed, audited
 
 
 def _loss_of(output: Any) -> torch.Tensor:
-    """The loss of an output, also where it needs no gradient, because a reentrant checkpoint has cut it off."""
+    """Returns the loss of an output, also where it needs no gradient, because a reentrant checkpoint has cut it off."""
     try:
         return loss_of(output)
     except errors.ArgumentError:
@@ -151,7 +163,7 @@ def _loss_of(output: Any) -> torch.Tensor:
 
 
 def _observe(call: ModelCall, model: nn.Module, loss: Callable[[Any], torch.Tensor], since: Compiled) -> Observations:
-    """One real step; a second one without recomputation where the first may be wrong, and what differs between them.
+    """Observes one real step, and compares it with one without recomputation where it may be wrong.
 
     Raises:
         Exception: The step without recomputation raises as well, so this is the model's own.
@@ -159,7 +171,7 @@ def _observe(call: ModelCall, model: nn.Module, loss: Callable[[Any], torch.Tens
     watcher = StepWatcher(model, since=since)
     checkpoints: list[str] = []
 
-    def noting(original: Callable[..., Any], function: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def counting(original: Callable[..., Any], function: Any = None, *args: Any, **kwargs: Any) -> Any:
         checkpoints.append(name_of(function))
         return original(function, *args, **kwargs)
 
@@ -167,38 +179,47 @@ def _observe(call: ModelCall, model: nn.Module, loss: Callable[[Any], torch.Tens
         call.go_back()
         return call.step(loss, needs_grad=False)  # a loss that needs no gradient trains nothing: a finding
 
-    left = raised = None
+    result = raised = None
     try:
         try:
-            with checkpoints_run_by(noting):
-                left = step()
+            with checkpoints_run_by(counting):
+                result = step()
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             raised = Raised.by(error, model)
         observed = watcher.end()
         observed.checkpoints, observed.raised = len(checkpoints), raised
-        if left is not None and not checkpoints and not observed.untrained:
-            return observed
-        try:
-            with without_recomputation(regions="*" if left is None else ""):
-                plain = step()
-                noise = Noise(plain, step())
-        except torch.OutOfMemoryError:  # for which there is recomputation
-            return observed
-        given = plain.tensors["gradients"]
-        observed.trained_plainly = frozenset(name.removeprefix("the gradient of ") for name in given)
-        observed.differ = () if left is None else _gradients(plain, left, noise)
-        if checkpoints and (left is None or observed.differ):
-            try:
-                with checkpoints_run_by(as_region):
-                    observed.right_with_regions = not _gradients(plain, step(), noise)
-            except Exception as error:
-                observed.raised = Raised.by(error, model)
+        if result is None or checkpoints or observed.untrained:
+            _compare_without_recomputation(observed, result, step, model)
         return observed
     finally:
         watcher.end()
         call.go_back()
+
+
+def _compare_without_recomputation(
+    observed: Observations, result: StepResult | None, step: Callable[[], StepResult], model: nn.Module
+) -> None:
+    """Compares the gradients of a step, None if it raised, with those without recomputation and with those of regions.
+
+    Where memory runs out without recomputation there is nothing to compare with.
+    """
+    try:
+        with without_recomputation(regions="*" if result is None else ""):
+            plain = step()
+            noise = Noise(plain, step())
+    except torch.OutOfMemoryError:
+        return
+    trained = plain.tensors["gradients"]
+    observed.trained_plainly = frozenset(name.removeprefix("the gradient of ") for name in trained)
+    observed.differ = () if result is None else _gradients(plain, result, noise)
+    if observed.checkpoints and (result is None or observed.differ):
+        try:
+            with checkpoints_run_by(as_region):
+                observed.right_with_regions = not _gradients(plain, step(), noise)
+        except Exception as error:
+            observed.raised = Raised.by(error, model)
 
 
 def _gradients(plain: StepResult, other: StepResult, noise: Noise) -> tuple[Difference, ...]:
@@ -217,7 +238,7 @@ class Watching:
         self._watcher = StepWatcher(model, closely)
 
     def report(self) -> Report:
-        """What the steps so far have shown. The watching goes on."""
+        """Returns the findings in the steps so far. Watching goes on."""
         name, observed = type(self._model).__name__, self._watcher.observations
         if not observed.steps:
             raise errors.ArgumentError(
@@ -231,7 +252,7 @@ class Watching:
         return look_for(CHECKS, Evidence(name, plan, observed=observed, missing={"simulated": why, "audited": why}))
 
     def remove(self) -> None:
-        """Takes every hook away; `report` goes on to work. Calling it again does nothing."""
+        """Removes every hook; `report` can still be called. Calling it again does nothing."""
         self._watcher.end()
 
     def __enter__(self) -> Self:
@@ -249,14 +270,15 @@ def watch(model: nn.Module, *, closely: int = CLOSELY) -> Watching:
                 train(batch)
         print(watching.report())
 
-    The first steps are looked at closely: a hook on each module and parameter, and a copy of the buffers. After those
-    the time is taken, and the bytes alive are compared, by the CUDA allocator or, on Linux, by this process's heap, and
-    how many outputs and graphs outlive their step; where these grow it is looked closely again. The report says which
-    was compared. Bytes by region need a simulation; `examine` does that.
+    The first steps are watched closely: a hook on each module and parameter, and a copy of the buffers. After those
+    only the time is taken, and two figures are compared with the first steps: the bytes alive, by the CUDA allocator
+    or, on Linux, by this process's heap, and the number of outputs and graphs that outlive their step. Where one grows,
+    steps are watched closely again. The report says which was compared. Bytes by region need a simulation; `examine`
+    does that.
 
     Args:
         model: The model as the training calls it, with its wrappers.
-        closely: How many steps to look at closely.
+        closely: How many steps to watch closely.
 
     Returns:
         A handle: `.report()` at any time, `.remove()` at the end.

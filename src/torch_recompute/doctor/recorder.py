@@ -1,11 +1,11 @@
-"""Writes down what the regions of a model do: their operations, their waits for the device, the memory they write to.
+"""Records what the regions of a model do: their operations, their waits for the device, the memory they write to.
 
 A dispatch mode sees every operation, those inside torch's own functions too. The engine says which regions it belongs
 to (`observer.py`), the Python stack which line. What runs in a saved call or in `replay(fn)` is not repeated and not
-written down; neither is the engine's own work. An operation whose result is a number, or whose shape depends on values,
+recorded; neither is the engine's own work. An operation whose result is a number, or whose shape depends on values,
 waits for the device; a function mode adds the calls that wait for an accelerator but run no operation on a CPU.
 
-Of each result a sample is kept (`evidence.py`), of a choice of experts (`topk`, `argmax`) all indices. `torch.empty` is
+Of each result a sample is kept (`compare.py`), of a choice of experts (`topk`, `argmax`) all indices. `torch.empty` is
 zeroed, so that it cannot differ from run to run. No tensor of the model's run is held, but storages that were there
 before and are written to: these are kept with a copy, to be put back.
 """
@@ -32,7 +32,7 @@ from ..engine.tiles import PLUMBING
 from ..memory.ledger import leaves, storages
 from ..memory.operations import ModuleStack, Operation, kind_of
 from ..observer import Running, observing, running
-from .evidence import TensorSample, sample_of
+from .compare import TensorSample, sample_of
 
 T = TypeVar("T")
 _ROOT = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -64,13 +64,13 @@ _WAITS: dict[Any, str] = {
 
 
 class Indices(NamedTuple):
-    """The indices that a choice picked."""
+    """The indices that an operation such as `topk` picked."""
 
     values: torch.Tensor  # those of one token in the last dimension
     ordered: bool  # their order is the choice, as in a sort
 
     def moved(self, other: Indices) -> str:
-        """How many tokens of how many another choice sends elsewhere, in words; "" for none."""
+        """Returns how many tokens another choice sends elsewhere, in words; "" for none."""
         if self.values.shape != other.values.shape or self.values.numel() == 0:
             return ""
         then, now = (one.values if one.ordered else one.values.sort(-1)[0] for one in (self, other))
@@ -93,7 +93,7 @@ class RecordedOp:
         self.random = False  # it draws random numbers
 
     def is_like(self, other: RecordedOp) -> bool:
-        """Whether the other is the same operation at the same place."""
+        """Returns whether the other is the same operation at the same place."""
         return self.op == other.op and self.near == other.near
 
 
@@ -106,11 +106,11 @@ class Written(NamedTuple):
     argument: str
 
     def same(self, content: torch.UntypedStorage) -> bool:
-        """Whether the memory holds this."""
+        """Returns whether the memory holds this."""
         return self.storage.nbytes() == content.nbytes() and torch.equal(_bytes(self.storage), _bytes(content))
 
     def is_among(self, identities: Container[int]) -> bool:
-        """Whether its identity, as `_torch.storage_id` gives it, is one of these."""
+        """Returns whether its identity, as `_torch.storage_id` gives it, is one of these."""
         return _torch.storage_id(_bytes(self.storage)) in identities
 
 
@@ -128,10 +128,10 @@ class DeviceSync(NamedTuple):
 
 
 class RegionRun:
-    """One run of one region, whose call is `frame`: its operations, waits and writes."""
+    """One run of one region's call: its operations, waits and writes."""
 
-    def __init__(self, frame: RegionCall, start: int = 0, line: str = "") -> None:
-        self.frame, self.line = frame, line
+    def __init__(self, call: RegionCall, start: int = 0, line: str = "") -> None:
+        self.call, self.line = call, line
         self.start = start  # how many storages had been made before it
         self.ops: list[RecordedOp] = []
         self.syncs: list[DeviceSync] = []
@@ -149,10 +149,10 @@ class _OpPlace(NamedTuple):
 
 
 class Recorder(TorchDispatchMode):
-    """Sees operations, modules and regions while a model runs.
+    """A dispatch mode that records operations, with their modules and regions, while a model runs.
 
     Args:
-        names: What to call a module, by its `id`.
+        names: The names of modules, by `id`.
     """
 
     supports_higher_order_operators = True
@@ -168,10 +168,10 @@ class Recorder(TorchDispatchMode):
         self._count = 0
         self._running = False
         self._again: tuple[CodeType, RegionRun] | None = None
-        self._listening = True
+        self._recording = True
 
     def run(self, fn: Callable[[], T]) -> T:
-        """Calls `fn`, and writes down what runs meanwhile."""
+        """Calls `fn` and records what runs meanwhile."""
         self._running = True
         try:
             with self.modules.following(), observing(), self:
@@ -181,33 +181,33 @@ class Recorder(TorchDispatchMode):
             self.modules = ModuleStack({})
 
     def end(self) -> None:
-        """Lets go of everything: regions hold this mode, and the runs hold regions."""
+        """Drops all records: regions hold this mode, and the runs hold regions."""
         self.runs, self.kept, self._made, self._again = {}, {}, {}, None
 
     @contextlib.contextmanager
-    def deaf(self) -> Generator[None]:
-        """Nothing is written down meanwhile."""
-        before, self._listening = self._listening, False
+    def paused(self) -> Generator[None]:
+        """Records nothing meanwhile."""
+        before, self._recording = self._recording, False
         try:
             yield
         finally:
-            self._listening = before
+            self._recording = before
 
     @contextlib.contextmanager
-    def listening_to(self, code: CodeType, run: RegionRun) -> Generator[None]:
-        """Everything that runs below a call of `code` is written down in `run`."""
-        before, self._listening, self._again = self._listening, True, (code, run)
+    def recording(self, code: CodeType, run: RegionRun) -> Generator[None]:
+        """Records everything that runs below a call of `code` in `run`."""
+        before, self._recording, self._again = self._recording, True, (code, run)
         run.start = self._count
         try:
             yield
         finally:
-            self._listening, self._again = before, None
+            self._recording, self._again = before, None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not (self._running and self._listening) or traced():
+        if not (self._running and self._recording) or traced():
             return func(*args, **kwargs)
         name = str(getattr(func, "overloadpacket", func))
         with _no_function_modes():
@@ -231,8 +231,8 @@ class Recorder(TorchDispatchMode):
         return out
 
     def wait(self, what: str) -> None:
-        """Notes a call that waits for the device and ran no operation that was seen to."""
-        place = self._place() if self._running and self._listening else None
+        """Records a call that waits for the device and ran no operation that was seen to."""
+        place = self._place() if self._running and self._recording else None
         if place is not None:
             for run in place.runs:
                 run.syncs.append(DeviceSync(what, self.modules.module, place.line, place.region))
@@ -240,7 +240,7 @@ class Recorder(TorchDispatchMode):
     # --- memory ---------------------------------------------------------------------------------------------------
 
     def _made_at(self, storage: torch.UntypedStorage) -> int:
-        """Which of the storages that were made this one is; 0 if it was there before."""
+        """Returns the number of this storage among those that were made; 0 if it was there before."""
         ref, number = self._made.get(id(storage), (None, 0))
         return number if ref is not None and ref() is storage else 0
 
@@ -265,7 +265,7 @@ class Recorder(TorchDispatchMode):
     # --- places ---------------------------------------------------------------------------------------------------
 
     def _place(self) -> _OpPlace | None:
-        """The runs that the operation belongs to, and its line; None for the engine's own and in saved calls."""
+        """Returns the line and the runs of the present operation; None for the engine's own and in saved calls."""
         inside: list[Running] = []
         again = self._again
         for at in reversed(running()):
@@ -278,26 +278,64 @@ class Recorder(TorchDispatchMode):
                 return None
         if not inside and again is None:
             return None
+        stack = _CodePlace.of(sys._getframe(2), again)  # pyright: ignore[reportPrivateUsage]
+        if stack is None:
+            return None
+        if self._again is None:
+            runs = [self._run_of(at.run, at.args, at.kwargs) for at in inside]
+        else:
+            runs = [] if again is None else [again[1]]
+        for run in runs:
+            run.line = run.line or stack.user_line
+            run.scopes.update(stack.scopes)
+        region = inside[0].name if inside else self._again[1].call.name if self._again else ""
+        return _OpPlace(stack.line, stack.near, region, runs)
+
+    def _run_of(self, call: RegionCall, args: Any, kwargs: Any) -> RegionRun:
+        run = self.runs.get(id(call))
+        if run is None:
+            run = self.runs[id(call)] = RegionRun(call, self._count)
+            run.inputs = [sample_of(tensor) for tensor in leaves([*args, kwargs])]
+            given = Call(args, kwargs)
+            for index in given.tensors:
+                for _, storage in storages(given.leaves[index]):
+                    run.arguments.setdefault(id(storage), given.label(index))
+        return run
+
+
+class _CodePlace(NamedTuple):
+    """The lines of code that run an operation, and the user's functions inside the innermost region."""
+
+    line: str
+    user_line: str  # "" where no code of the user is on the stack
+    near: str  # the line, if it is inside the innermost region
+    scopes: dict[int, tuple[CodeType, dict[str, Any]]]
+
+    @classmethod
+    def of(cls, frame: FrameType | None, again: tuple[CodeType, RegionRun] | None) -> _CodePlace | None:
+        """Walks up the stack from `frame` to the user's code; None for an operation of the engine itself.
+
+        `again` is the function below which a region runs a second time, and that run.
+        """
         line = fallback = ""
-        near: str | None = None  # the line, if it is inside the innermost region
+        near: str | None = None
         scopes: dict[int, tuple[CodeType, dict[str, Any]]] = {}
-        ours = True
-        frame: FrameType | None = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
+        engine = True  # no code of a user or of torch.nn has been met yet
         while frame is not None and not (line and near is not None):
             code = frame.f_code
             if code is Recorder.run.__code__:
                 break
             kind = kind_of(code.co_filename)
             if code is RegionCall.forward.__code__ or (again is not None and code is again[0]):
-                ours, near = False, line or fallback if near is None else near
+                engine, near = False, line or fallback if near is None else near
                 if again is not None and code is again[0]:
                     line = line or fallback or again[1].line
                     break
             elif kind == "library":
-                if ours and (code.co_filename in _ENGINE or code in PLUMBING):
+                if engine and (code.co_filename in _ENGINE or code in PLUMBING):
                     return None
             else:
-                ours = ours and kind != "user"
+                engine = engine and kind != "user"
                 if near is None:
                     scopes[id(code)] = code, frame.f_globals
                 if kind == "user" and not line:
@@ -305,30 +343,11 @@ class Recorder(TorchDispatchMode):
                 elif kind == "nn" and not fallback:
                     fallback = f"{code.co_filename}:{frame.f_lineno}"
             frame = frame.f_back
-        if self._again is None:
-            runs = [self._run_of(at.run, at.args, at.kwargs) for at in inside]
-        else:
-            runs = [] if again is None else [again[1]]
-        for run in runs:
-            run.line = run.line or line
-            run.scopes.update(scopes)
-        region = inside[0].name if inside else self._again[1].frame.name if self._again else ""
-        return _OpPlace(line or fallback, near or "", region, runs)
-
-    def _run_of(self, frame: RegionCall, args: Any, kwargs: Any) -> RegionRun:
-        run = self.runs.get(id(frame))
-        if run is None:
-            run = self.runs[id(frame)] = RegionRun(frame, self._count)
-            run.inputs = [sample_of(tensor) for tensor in leaves([*args, kwargs])]
-            call = Call(args, kwargs)
-            for index in call.tensors:
-                for _, storage in storages(call.leaves[index]):
-                    run.arguments.setdefault(id(storage), call.label(index))
-        return run
+        return cls(line or fallback, line, near or "", scopes)
 
 
 class NamedSyncs(TorchFunctionMode):
-    """Gives a recorder the names under which the code calls what waits for the device."""
+    """Tells a recorder the Python call behind an operation that waits for the device."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -351,7 +370,7 @@ class NamedSyncs(TorchFunctionMode):
 
 
 def _sync_of(name: str, func: Any, args: Any, kwargs: Any, out: Any) -> str:
-    """What an operation that waits for the device is to be called; "" for one that does not."""
+    """Returns the name to print for an operation that waits for the device; "" for one that does not."""
     tags = getattr(func, "tags", ())
     if name in _INDEXING:
         return "a mask as an index" if any(t.dtype in (torch.bool, torch.uint8) for t in leaves(args[1])) else ""
@@ -366,7 +385,7 @@ def _sync_of(name: str, func: Any, args: Any, kwargs: Any, out: Any) -> str:
 
 
 def _describe(op: RecordedOp, func: Any, args: Any, kwargs: Any, out: Any, written: list[Any]) -> None:
-    """Notes what an operation returned."""
+    """Records what an operation returned."""
     results = leaves(out)
     op.metas = [(tuple(tensor.shape), tensor.dtype) for tensor in results]
     if isinstance(out, (bool, int, float)):
@@ -383,7 +402,7 @@ def _describe(op: RecordedOp, func: Any, args: Any, kwargs: Any, out: Any, writt
 
 
 def _by_token(name: str, indices: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """The indices with those of one token in the last dimension."""
+    """Returns the indices with those of one token in the last dimension."""
     if name in ("aten.argmax", "aten.argmin"):
         return indices.clone().unsqueeze(-1)
     place = 2 if name == "aten.topk" else 1
@@ -395,7 +414,7 @@ def _by_token(name: str, indices: torch.Tensor, args: tuple[Any, ...], kwargs: d
 
 @contextlib.contextmanager
 def _no_function_modes() -> Generator[None]:
-    """The user's function modes do not see what the recorder does."""
+    """Takes the user's function modes off, so that they do not see the recorder's own operations."""
     modes = _torch.function_modes()
     _torch.set_function_modes(())
     try:

@@ -1,15 +1,15 @@
-"""Simulated steps with a plan and without; what each region drops, how much of that stays alive, what it runs again.
+"""Simulates steps with a plan and without, and counts what each region drops, frees and runs again.
 
-A region drops every reference it has, but what it drops may be held by others: the consumer of a fused attention saves
-its output. So it is counted on the fake tensors of one simulated step. The engine says what each region drops
-(`observer.py`); when the loss is there, the graph is walked (`memory/retainers.py`), and memory that was dropped and is
-held by something else is *pinned*, memory that a region holds and nothing else does is *held*. The region frees dropped
-- pinned - held, and that is, to the byte, how much less the step keeps with it. Regions inside others are counted with
-the outermost; operations and their FLOPs by the region they run in, forward and replay apart.
+A region drops every reference it has, but others may hold the same memory: the consumer of a fused attention saves its
+output. So memory is counted on the fake tensors of one simulated step. The engine reports each tensor that a region
+drops (`observer.py`). When the loss is there, the graph is walked (`memory/retainers.py`): memory that was dropped and
+is held by something else is *pinned*, memory that a region holds and nothing else does is *held*. The region frees
+dropped - pinned - held, and that is, to the byte, how much less the step keeps with it. Regions inside others are
+counted with the outermost; operations and their FLOPs by the region they run in, forward and replay apart.
 
-Checkpoints of others are counted as regions. Torch's are known by their function. One that is written by hand is an
-autograd Function whose forward's operations its backward runs again, with gradients, as the first simulated step shows;
-its forward is then run as a region, without the `torch.no_grad()` in it.
+Checkpoints of other libraries are counted as regions. Torch's are known by their function. One that is written by hand
+is an autograd Function whose forward's operations its backward runs again, with gradients, as the first simulated step
+shows; its forward is then run as a region, without the `torch.no_grad()` in it.
 
 The layers of a stack that are alike are one account, with `*` for the numbers in their names; the few that differ have
 their own.
@@ -53,7 +53,7 @@ from ..simulation import Simulation, simulate_step
 from ..training_step import TrainingStep, loss_of
 from ..values import name_of, thread
 
-AGAIN = 0.9  # of the operations of a forward, which a checkpoint's backward runs: a last one may be left out
+AGAIN = 0.9  # share of a forward's operations that a checkpoint's backward runs: a last one may be left out
 
 
 @dataclass
@@ -86,25 +86,25 @@ class Account:
 
     @property
     def where(self) -> str:
-        """The one region that there is of this name, with its number, or the name of several."""
+        """The name to print: with its number for a single region, with `*` for several."""
         return self.paths[0] if len(set(self.paths)) == 1 else self.name
 
     @property
     def freed_bytes(self) -> int:
-        """What the step keeps less for them; below 0 where it keeps more."""
+        """The bytes that the step saves with these regions; below 0 where it keeps more."""
         return self.dropped_bytes - self.pinned_bytes - self.held_bytes
 
     @property
-    def look(self) -> tuple[Any, ...]:
-        """What it has to have in common with another one to be told with it."""
+    def signature(self) -> tuple[Any, ...]:
+        """The properties that accounts must share to be merged into one."""
         freed, pinned = self.freed_bytes, 2 * self.pinned_bytes >= self.dropped_bytes
         bytes_of_it = self.dropped_bytes > 0, freed > 0, freed < 0, pinned, self.stashed_bytes > 0
         return (*bytes_of_it, self.inside, self.replay_ops > self.forward_ops, self.attention_flops > 0, self.tiled)
 
 
-def merged(accounts: Iterable[Account], look: Callable[[Account], Any]) -> list[Account]:
-    """The accounts whose names are the same but for numbers, and that look alike, as one."""
-    groups = grouped(accounts, lambda one: (starred_path(one.name), look(one)))
+def merged(accounts: Iterable[Account], signature: Callable[[Account], Any]) -> list[Account]:
+    """Merges accounts whose names are the same but for numbers, and whose signatures are the same."""
+    groups = grouped(accounts, lambda one: (starred_path(one.name), signature(one)))
     names = Counter(name for (name, _), of in groups.items() for _ in of)
     found: list[Account] = []
     for (name, _), of in groups.items():
@@ -132,7 +132,7 @@ class Accounts(Observer):
         self._inside: dict[int, str] = {}  # what forwards of regions made: the region's name
 
     def operation(self, _: str, ran: Operation) -> None:
-        """Called with each operation of the step."""
+        """Counts an operation of the step."""
         run, op, func = thread.run, op_of(ran), ran.func
         flops = 0 if op is None else op.all_flops
         new = {id(storage): weakref.ref(storage) for _, storage in ran.made}
@@ -167,7 +167,7 @@ class Accounts(Observer):
             top.account.dropped_bytes += top.dropped.add(tensor)
 
     def close(self, value: object) -> None:
-        """Called when the loss is there, with it: counts who holds what."""
+        """Counts which nodes and regions hold what, when the loss is there."""
         retainers = Retainers()
         retainers.start(value)
         retainers.walk()
@@ -199,31 +199,31 @@ class Accounts(Observer):
         return self.by_name.setdefault(name, Account(name))
 
     def _top(self, held_by: str) -> str:
-        """The outermost region around the one of a name, or around a saved call in it, as `layer 3 / attention`."""
+        """Returns the outermost region around one, or around a saved call in it, named as `layer 3 / attention`."""
         name = held_by.partition(" / ")[0]
         return self._around.get(name, name)
 
-    def _enter(self, frames: list[RegionCall]) -> None:
-        """Notes the calls of regions that run now, the outermost first, at the first operation in the innermost."""
+    def _enter(self, calls: list[RegionCall]) -> None:
+        """Records the calls of regions that run now, the outermost first, at the first operation in the innermost."""
         top = None
-        for around, frame in zip([None, *frames], frames, strict=False):
-            account = self._account(frame.name)
-            top = self._tops.get(frame, top)
+        for around, call in zip([None, *calls], calls, strict=False):
+            account = self._account(call.name)
+            top = self._tops.get(call, top)
             if top is None:
-                top = _Outermost(frame.name, account)
+                top = _Outermost(call.name, account)
                 self._outermost.append(top)
             elif around is not None:
                 account.inside = starred_path(around.name)
-                self._around[frame.name] = top.name
-            if frame not in self._tops:
-                self._tops[frame] = top
+                self._around[call.name] = top.name
+            if call not in self._tops:
+                self._tops[call] = top
                 account.calls += 1
-                account.tiled = frame.options.tile
-                account.paths.append(frame.name)
+                account.tiled = call.options.tile
+                account.paths.append(call.name)
 
 
 class Repeats:
-    """Finds the autograd Functions that are checkpoints: their backward runs what their forward ran."""
+    """Finds the autograd Functions that are checkpoints: their backward runs the operations of their forward again."""
 
     def __init__(self) -> None:
         self._first: dict[type, Counter[str]] = {}
@@ -239,7 +239,7 @@ class Repeats:
             self._running.pop()
 
     def operation(self, _: str, ran: Operation) -> None:
-        """Called with each operation of the step."""
+        """Counts an operation of the step."""
         name = str(ran.func)
         if thread.run is not None or name == "aten.detach.default":
             return
@@ -252,7 +252,7 @@ class Repeats:
                 self._again.setdefault(kind, Counter())[name] += 1
 
     def has(self, kind: type) -> bool:
-        """Whether a Function is a checkpoint."""
+        """Returns whether a Function is a checkpoint."""
         first, again = self._first.get(kind, Counter()), self._again.get(kind, Counter())
         return 0 < first.total() * AGAIN <= (first & again).total()
 
@@ -267,14 +267,14 @@ class _Outermost:
 
 
 class SimulatedSteps:
-    """Steps of a model on fake tensors, and the planner, made when they are asked for; `run` makes the first.
+    """Simulated steps of a model, and plans for it, made when they are first needed; `run` makes the first two.
 
     Attributes:
-        step: The step as it is to be: with the plan, and with the regions in the model's own code.
+        step: The step with the plan, and with the regions in the model's own code.
         plain: The step without the plan.
-        regions: What each region of `step` drops and runs again; checkpoints of others are counted as regions.
+        regions: The bytes and operations of each region of `step`; checkpoints of other libraries count as regions.
         counted: The step in which that was counted, of one forward.
-        foreign: The names of these checkpoints of others.
+        foreign: The names of these checkpoints of other libraries.
     """
 
     step: Simulation
@@ -282,7 +282,7 @@ class SimulatedSteps:
     counted: Simulation
 
     def __init__(self, step: TrainingStep, plan: Plan | None) -> None:
-        self._asked, self._plan = replace(step, loss=step.loss or loss_of), plan or Plan()
+        self._step, self._plan = replace(step, loss=step.loss or loss_of), plan or Plan()
         self.regions = Accounts()
         self.foreign: set[str] = set()
         self._paths: dict[int, str] = {}
@@ -290,7 +290,7 @@ class SimulatedSteps:
 
     def run(self) -> None:
         """Simulates the step with the plan and the one without."""
-        loss = self._asked.loss or loss_of
+        loss = self._step.loss or loss_of
 
         def closing(output: Any) -> torch.Tensor:
             value = loss(output)
@@ -305,36 +305,35 @@ class SimulatedSteps:
                 self.plain = self.planned(Plan(), watch=self._repeats.operation)
             with observing(self.regions):
                 self.step = self.counted = self._as_regions(loss=closing, watch=self.regions.operation)
-            if self._asked.loop.keeps_gradients or self.foreign:
+            if self._step.loop.keeps_gradients or self.foreign:
                 self.step = self.planned(self._plan)
 
     def _as_regions(self, **how: Any) -> Simulation:
-        """The step of one forward with the plan, with checkpoints of others as regions."""
+        """Simulates the step of one forward with the plan, with checkpoints of other libraries as regions."""
 
         def checkpointed(original: Callable[..., Any], function: Any = None, *args: Any, **options: Any) -> Any:
-            return as_region(original, self._called(function, self._name_of(function)), *args, **options)
+            return as_region(original, self._renamed(function, self._name_of(function)), *args, **options)
 
         def applied(original: Callable[..., Any], kind: type, *args: Any, **options: Any) -> Any:
             if options or not self._repeats.has(kind):
                 return original(*args, **options)
             functions = (one for one in args if callable(one) and not isinstance(one, (torch.Tensor, type)))
             name = self._name_of(next(functions, kind))
-            return as_region(original, self._called(partial(forward_with_grad, kind), name), *args)
+            return as_region(original, self._renamed(partial(forward_with_grad, kind), name), *args)
 
-        alone = replace(
-            self._asked.loop, accumulate=1, set_to_none=True
-        )  # regions are counted in a step of one forward
+        # Regions are counted in a step of one forward.
+        alone = replace(self._step.loop, accumulate=1, set_to_none=True)
         with checkpoints_run_by(checkpointed), functions_run_by(applied):
             return self.planned(self._plan, loop=alone, **how)
 
     def _name_of(self, function: Any) -> str:
-        """The path of a module of the copy, or of the one whose method this is; else the function's own name."""
+        """Returns the path of the module that a function is, or is a method of; else the function's own name."""
         module = getattr(function, "__self__", function)
         path = self._paths.get(id(module)) if isinstance(module, nn.Module) else None
         return path if path and function in (module, getattr(module, "forward", None)) else name_of(function)
 
-    def _called(self, function: Any, name: str) -> Any:
-        """A function as one of another name, which is remembered."""
+    def _renamed(self, function: Any, name: str) -> Any:
+        """Returns a function under another name, which is added to `foreign`."""
         self.foreign.add(name)
         if isinstance(function, FunctionType) and function.__qualname__ == name:
             return function
@@ -348,7 +347,9 @@ class SimulatedSteps:
     @cached_property
     def accounts(self) -> list[Account]:
         """The accounts of the regions that were called, those that are alike as one."""
-        return merged((account for account in self.regions.by_name.values() if account.calls), lambda one: one.look)
+        return merged(
+            (account for account in self.regions.by_name.values() if account.calls), lambda one: one.signature
+        )
 
     @property
     def outermost(self) -> list[Account]:
@@ -358,57 +359,57 @@ class SimulatedSteps:
     @property
     def gradient_bytes(self) -> int:
         """The bytes of the gradients of all trainable parameters."""
-        return sum(p.numel() * p.element_size() for p in self._asked.model.parameters() if p.requires_grad)
+        return sum(p.numel() * p.element_size() for p in self._step.model.parameters() if p.requires_grad)
 
     def planned(self, plan: Plan, *, loop: Loop | None = None, loss: Any = None, watch: Any = None) -> Simulation:
-        """The step with another plan."""
-        stores = stores_for(plan, self._asked)
+        """Simulates the step with another plan."""
+        stores = stores_for(plan, self._step)
 
         def prepare(copy: nn.Module) -> None:
             self._paths = {id(module): path for path, module in copy.named_modules()}
             if plan.all_choices:
                 apply(copy, plan, stores=stores)
 
-        step = replace(self._asked, loop=loop or self._asked.loop, loss=loss or self._asked.loss)
+        step = replace(self._step, loop=loop or self._step.loop, loss=loss or self._step.loss)
         return simulate_step(step, prepare=prepare, watch=watch)
 
     def released(self) -> Simulation:
-        """The step in a loop that holds no output."""
-        return self.planned(self._plan, loop=replace(self._asked.loop, hold_output=False))
+        """Simulates the step in a loop that holds no output."""
+        return self.planned(self._plan, loop=replace(self._step.loop, hold_output=False))
 
     def without(self, name: str) -> Simulation:
-        """The step in which the regions of a name, numbers as `*`, are plain calls."""
+        """Simulates the step with the regions of a name, numbers as `*`, as plain calls."""
         with without_recomputation(regions=name):
             return self._as_regions() if self.foreign else self.planned(self._plan)
 
     @cached_property
     def _planner(self) -> Planner:
-        return Planner(self._asked)
+        return Planner(self._step)
 
     def best(self, budget: int) -> Plan:
-        """The plan that the planner makes for a number of bytes."""
+        """Returns the plan that the planner makes for a number of bytes."""
         return self._planner.plan(budget)
 
     def best_without(self, budget: int) -> Plan:
-        """The same, for the model without the regions and checkpoints in its code."""
+        """Returns the plan for the model without the regions and checkpoints in its code."""
         with without_recomputation(regions="*"):
-            return Planner(self._asked).plan(budget)
+            return Planner(self._step).plan(budget)
 
     def bytes_meant(self, budget: int | float | str, *, simulated: bool) -> Limit:
-        """What a budget comes to."""
-        plain, free, model = 0, None, self._asked.model
+        """Returns the bytes that a budget means for this step."""
+        plain, free, model = 0, None, self._step.model
         if simulated:
             plain = self.plain.peak_bytes
-            free = partial(free_bytes, model, self.step.device, self._asked.optimizer, self._asked.call)
+            free = partial(free_bytes, model, self.step.device, self._step.optimizer, self._step.call)
         return bytes_meant(budget, lambda: self._planner.floor, plain, free)
 
 
-# --- recomputation of others, and none --------------------------------------------------------------------------------
+# --- other libraries' checkpoints, and none ---------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def without_recomputation(*, regions: str = "") -> Generator[None]:
-    """Torch's checkpoints, or the regions of a name ("*": both), are plain calls for the time being."""
+    """Makes torch's checkpoints, or the regions of a name ("*": both), plain calls inside the block."""
 
     def plain(original: Callable[..., Any], function: Any = None, *args: Any, **options: Any) -> Any:
         if function is None:  # a decorator, which calls this again
@@ -431,7 +432,7 @@ def without_recomputation(*, regions: str = "") -> Generator[None]:
 
 
 def as_region(_: Callable[..., Any], *args: Any, use_reentrant: bool | None = None, **options: Any) -> Any:
-    """Torch's checkpoint as a region, which can be audited."""
+    """Calls the function of torch's checkpoint as a region, which can be audited."""
     return checkpoint(*args, **options)
 
 

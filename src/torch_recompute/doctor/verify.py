@@ -1,10 +1,10 @@
-"""`verify`: a plan changes nothing. A step without it and a step with it, and everything that they leave compared.
+"""`verify`: compares everything that a step leaves with a plan and without it, to show that the plan changes nothing.
 
 The plain step runs twice, from the same weights, random states, buffers and attributes: what differs then is the
 model's own noise. Then the step with the plan runs, from the same state. Of the gradients, the first one that differs
-is the closest to the cause, because a wrong gradient goes on into all that come after it in the backward. The likely
-regions are found by a step with each of them alone. A recorder around both steps would name the operation too, but a
-dispatch mode chooses other kernels for attention; what is found here, `audit` explains.
+is the closest to the cause, because a wrong gradient makes wrong all that come after it in the backward. The likely
+regions are found by a step with each of them alone. A recorder around both steps would name the operation too, but
+under a dispatch mode attention runs other kernels; `audit` explains what is found here.
 
 The model is left as it was: weights, gradients, buffers, attributes, random states, no plan. No optimizer runs.
 """
@@ -27,10 +27,10 @@ from ..memory.batch import Batch, call_of
 from ..plan import Choice, Plan, apply
 from ..plan.apply import not_applicable
 from ..training_step import any_loss
-from .evidence import KINDS, Difference, ModelCall, Noise, differences
+from .compare import KINDS, Difference, ModelCall, Noise, differences
 
 TRIALS = 8
-"""How many regions are tried alone."""
+"""The number of regions that are tried alone."""
 SHOWN = 8
 _WORDS = {"generators": "random generators"}
 
@@ -38,15 +38,15 @@ _WORDS = {"generators": "random generators"}
 @shown
 @dataclass(frozen=True, repr=False)
 class Verification:
-    """What `verify` found; true if nothing differs. `print` shows a text.
+    """The result of `verify`. True if nothing differs; `print` shows a text.
 
     Attributes:
         model: Its class.
         device: Where the steps ran.
-        regions: How many regions the plan has.
-        counts: How many things of each kind were compared.
+        regions: The number of regions in the plan.
+        counts: The number of things of each kind that were compared.
         noise: The largest distance between two plain steps; 0.0 if they are the same to the bit.
-        differences: What differs, the first to look at first.
+        differences: What differs, those nearest to the cause first.
         likely: The regions that it comes from, the most likely first.
         tried: Whether each of `likely` was tried, and differs when it is the only region.
     """
@@ -70,7 +70,7 @@ class Verification:
 
     @property
     def first(self) -> Difference | None:
-        """What differs first: an output, else the gradient that backward made before all others that differ."""
+        """The difference nearest to its cause: an output, else the first gradient of the backward that differs."""
         return self.differences[0] if self.differences else None
 
     def as_data(self) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def verify(
             tensor. It is the same for both steps.
 
     Returns:
-        What differs, the first to look at first, and the regions that it is likely to come from. True if nothing does.
+        The differences, those nearest to the cause first, and the regions they are likely to come from. True if none.
 
     Raises:
         ArgumentError: An argument is not of its kind, or the plan does not fit the model.
@@ -194,12 +194,12 @@ class _Comparison:
         self.counts = {kind: len(self._plain.tensors[kind]) for kind in KINDS}
 
     def _side_effects(self) -> tuple[list[str], list[str]]:
-        """The global generators and the attributes that are now not as the plain step left them."""
+        """Returns the global generators and the attributes that are now not as the plain step left them."""
         kept = self._plain.side_effects
         return kept.advanced_generators(), kept.changed_places()
 
     def with_plan(self, model: nn.Module, plan: Plan) -> tuple[list[Difference], list[Choice]]:
-        """What differs with a plan, and the choices whose replays decided otherwise."""
+        """Returns the differences with a plan, and the choices whose replays decided otherwise."""
         with ExitStack() as applied:
             handle = apply(model, plan)
             applied.callback(handle.remove)
@@ -218,10 +218,10 @@ class _Comparison:
         return found, [row.choice for row in flipped]
 
     def with_call(self, call: ModelCall, after: Callable[[], object] = bool) -> list[Difference]:
-        """What differs in a step; `after` is called when it is over, and before attributes are looked at."""
+        """Returns the differences of a step; `after` is called when it is over, before attributes are compared."""
         try:
             try:
-                left = call.step(self._loss)
+                result = call.step(self._loss)
             finally:
                 after()
             generators, attributes = self._side_effects()
@@ -230,7 +230,7 @@ class _Comparison:
             return [Difference("error", "the step with regions", math.inf, detail=detail)]
         finally:
             call.go_back()
-        found = list(differences(self._plain, left, self.noise))
+        found = list(differences(self._plain, result, self.noise))
         for name in generators:
             if name not in self._noisy[0]:
                 detail = "is left in another state than by the plain step"
@@ -244,7 +244,7 @@ class _Comparison:
     def likely_regions(
         self, model: nn.Module, plan: Plan, found: Sequence[Difference], flipped: Sequence[Choice]
     ) -> tuple[tuple[str, ...], bool]:
-        """The regions that differences come from, the most likely first, and whether each differs when tried alone.
+        """Returns the likely causes of differences, the most likely first, and whether each differs when tried alone.
 
         A wrong replay makes wrong the gradients of its own region and of everything before it, nothing after it. So
         the first wrong gradient of the backward belongs to the region, or is close before it. Regions are put in that
@@ -270,6 +270,6 @@ class _Comparison:
     def result(
         self, model: str, regions: int, found: list[Difference], likely: tuple[str, ...] = (), tried: bool = False
     ) -> Verification:
-        """Returns the result."""
+        """Returns the result for the user."""
         device, noise = str(self._call.device), self.noise.largest
         return Verification(model, device, regions, self.counts, noise, tuple(found), likely, tried)

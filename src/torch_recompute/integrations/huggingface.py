@@ -1,12 +1,12 @@
-"""Hugging Face: a plan that stays through Trainer, TRL and PEFT, and a callback that applies and reports on one.
+"""Hugging Face: applies a plan that stays through Trainer, TRL and PEFT, and reports on it by a callback.
 
     handle = apply(model, "full")                                   # before the Trainer
     Trainer(model, args, callbacks=[RecomputeCallback(handle)])     # its figures in the log
     Trainer(model, args, callbacks=[RecomputeCallback("full")])     # or: the callback applies
     make_plan(..., **training_loop(args))                           # a plan for the loop of the Trainer
 
-Applied before the Trainer, the plan also answers when the Trainer asks the model whether it is checkpointing, and DDP
-is set up for it. The policy can be among the training arguments: `activation_checkpointing_kwargs={"policy": "full:2"}`
+Applied before the Trainer, the plan also makes the model say that it is checkpointing, so the Trainer sets up DDP for
+it. The policy can be among the training arguments: `activation_checkpointing_kwargs={"policy": "full:2"}`
 and `RecomputeCallback()`. Without transformers `RecomputeCallback` is a class that no Trainer knows.
 """
 
@@ -51,11 +51,11 @@ class RecomputeCallback(TrainerCallback):
         figures: The newest figures.
 
     Args:
-        policy: What `apply` takes; or a handle that it returned, to report on; None for the policy that the training
-            arguments carry in `activation_checkpointing_kwargs`.
+        policy: A policy as for `apply`; or a handle that it returned, to report on; None for the policy in the training
+            arguments, `activation_checkpointing_kwargs`.
         remove: Whether to take the plan out when training ends.
         peak: Whether to measure a step on the CPU, which makes that step slow.
-        every: From how many steps to how many two are watched; None for the first two only.
+        every: The number of steps from one watching of two to the next; None for the first two only.
 
     Raises:
         ArgumentError: `every` is not a number of at least 3.
@@ -109,7 +109,7 @@ class RecomputeCallback(TrainerCallback):
             self._measured = self._open.enter_context(memory.measure(model))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Ends what the step began."""
+        """Ends the watching or the measurement of the step."""
         self._taking.end()
         self._open.close()
 
@@ -130,7 +130,7 @@ class RecomputeCallback(TrainerCallback):
             state.log_history[-1].update(figures)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Takes the plan out, if asked to."""
+        """Removes the plan, if `remove` is set."""
         self._close()
         if self._remove and self.handle is not None:
             self.handle.remove()
@@ -142,7 +142,7 @@ class RecomputeCallback(TrainerCallback):
 
 
 def training_loop(args: Any) -> dict[str, Any]:
-    """The training loop of the Trainer, in the words of `make_plan`.
+    """Returns the options of `make_plan` for the training loop of the Trainer.
 
         plan = make_plan(model, (), batch, budget="24GiB", **training_loop(args))
 

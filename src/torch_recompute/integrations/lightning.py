@@ -35,7 +35,7 @@ __all__ = ["Applied", "Recompute", "apply", "training_loop"]
 
 
 def training_loop(trainer: Any) -> dict[str, Any]:
-    """The training loop of a Trainer under automatic optimization, in the words of `make_plan`.
+    """Returns the options of `make_plan` for a Trainer under automatic optimization.
 
         plan = make_plan(model, (batch,), loss=..., budget="24GiB", **training_loop(trainer))
 
@@ -59,9 +59,9 @@ class Recompute(Callback):
         figures: The newest figures.
 
     Args:
-        policy: What `apply` takes; module paths in it are those in the LightningModule.
+        policy: A policy as for `apply`; module paths in it are those in the LightningModule.
         remove: Whether to take the plan out when fitting ends.
-        every: From how many batches to how many two are watched; None for the first two only.
+        every: The number of batches from one watching of two to the next; None for the first two only.
 
     Raises:
         ArgumentError: `every` is not a number of at least 3.
@@ -95,7 +95,7 @@ class Recompute(Callback):
             pl_module.log_dict(figures)
 
     def teardown(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
-        """Takes the plan out, if asked to."""
+        """Removes the plan, if `remove` is set."""
         self._taking.close()
         if stage == "fit" and self._remove and self.handle is not None:
             self.handle.remove()

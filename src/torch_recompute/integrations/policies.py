@@ -1,4 +1,4 @@
-"""A plan from what fits into a configuration file: a string, or a mapping of Megatron's fields.
+"""Makes a plan from a setting of a configuration file: a string, or a mapping of Megatron's fields.
 
     "none"                   nothing
     "full", "full:2"         every layer; two layers as one region
@@ -8,7 +8,7 @@
     "--recompute_granularity full ..."    Megatron's flags
 
 All but the saved plan are a `RecomputeConfig`, and its checks are the only checks. `apply` makes the regions of such a
-policy; `StepFigures` are what a plan's regions drop and cost, for a training's log.
+policy; `StepFigures` measures what they drop and cost, for the log of a training.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _refuse(policy: object) -> NoReturn:
 
 
 def plan_of(policy: Policy, model: nn.Module) -> Plan:
-    """The plan that a policy means in a model.
+    """Makes the plan that a policy means in a model.
 
     Args:
         policy: A plan, settings, a string as above, or a mapping of settings.
@@ -139,7 +139,7 @@ class StepFigures:
         return self._start is not None
 
     def begin(self, handle: Applied) -> None:
-        """Called before each step."""
+        """Begins to watch a step that is to be watched; call it before each step."""
         self._at = self._steps if self._every is None else self._steps % self._every
         self._steps += 1
         if self._at == 0:
@@ -149,19 +149,19 @@ class StepFigures:
             self._start = stamp()
 
     def end(self) -> None:
-        """Called after each step."""
+        """Ends the watching after two steps; call it after each step."""
         if self._start is not None and self._at == WATCHED - 1:
             self._times = self._start, stamp()
             self._watch.close()
         self._start = None
 
     def close(self) -> None:
-        """Ends what is being watched."""
+        """Ends the watching at once."""
         self._start = None
         self._watch.close()
 
     def taken(self) -> dict[str, float]:
-        """The figures of steps that were watched since the last call, if any."""
+        """Returns the figures of steps that were watched since the last call, if any."""
         if self._handle is None or self._times is None:
             return {}
         report, times, self._times = self._handle.report(), self._times, None
@@ -187,11 +187,11 @@ def check_loop(planned: Plan, words: Mapping[str, Any]) -> None:
     """
     known, own = None if planned.prediction is None else planned.prediction.loop, Loop(**words)
     if known is not None and own.keeps_gradients and not known.keeps_gradients:
-        said = ", ".join(f"{name}={value}" for name, value in own.words.items())
+        options = ", ".join(f"{name}={value}" for name, value in own.words.items())
         warnings.warn(
             "The plan promises the peak of a loop in which gradients are gone when forward begins. In this trainer "
             "they are alive then, so the peak is higher by up to their bytes. Make the plan for its loop: "
-            f"make_plan(..., {said}), which `training_loop` of this integration gives.",
+            f"make_plan(..., {options}), which `training_loop` of this integration gives.",
             RuntimeWarning,
             stacklevel=4,
         )

@@ -1,4 +1,4 @@
-"""torchtitan: a class of activation checkpointing beside its Full, Selective and MemoryBudget.
+"""torchtitan: a class of activation checkpointing, beside its Full, Selective and MemoryBudget.
 
     config.activation_checkpoint = RecomputeAC.Config(policy="full")       # in a function of a config registry
     config.activation_checkpoint = RecomputeAC.Config(policy="plan.json")  # a plan for a budget, made before
@@ -40,7 +40,7 @@ __all__ = ["RecomputeAC"]
 
 
 class RecomputeAC(ActivationCheckpointing):
-    """A plan in a model of torchtitan.
+    """Applies a plan to a model of torchtitan.
 
     Attributes:
         handle: The plan in the model, once `apply` was called.

@@ -1,12 +1,12 @@
-"""Watches real steps of a model: hooks on its modules and parameters, and counters that are there anyway.
+"""Watches real steps of a model, by hooks on its modules and parameters and by counters that exist anyway.
 
-Modules are counted by calls in forward and in backward, which shows work that is done a third time, whichever library
-checkpoints it. Buffers are copied when a forward ends and compared when the backward has ended: a replay changed them.
-Parameters are counted when autograd gives them a gradient, and replays of a plan's regions are timed. After the first
-steps two hooks are left: one takes the time and asks how many bytes are alive, and one marks the graph of each output,
-whose mark dies with it. Where more bytes are alive, or more marks outlive their step, than in the first steps, all
-hooks are put back for a while. In what `torch.compile` compiles each hook returns at once, because it would break the
-graph.
+The calls of each module are counted, in forward and in backward, which shows work that is done a third time, whichever
+library checkpoints it. Buffers are copied when a forward ends and compared when the backward has ended: a replay
+changed them. The gradients that each parameter gets are counted, and replays of a plan's regions are timed. After the
+first steps two hooks remain: one takes the time and reads how many bytes are alive, and one marks the graph of each
+output, with a mark that dies with it. Where more bytes are alive, or more marks outlive their step, than in the first
+steps, all hooks are registered again for a while. Inside `torch.compile` each hook returns at once, because it would
+break the graph.
 
 No hook changes the step, none keeps a tensor of its graph, and `end` leaves none behind.
 """
@@ -38,21 +38,20 @@ from ..memory.retainers import holders_of, separate_parts
 from ..plan.apply import Region
 from ..plan.observe import Stamp, between, stamp, watching
 from ..plan.wrappers import wrappers_on
-from .evidence import Difference
+from .compare import Difference
 
 if TYPE_CHECKING:
     from ..distributed import Reentrant
 
 CLOSELY = 3
-"""How many steps are looked at with all hooks."""
-
+"""The number of steps that are watched with all hooks."""
 
 FORWARDS = 8
-"""So many times as many calls of the model are looked at where none has had a backward."""
+"""The factor by which more calls of the model are watched closely where none has had a backward."""
 LITTLE = 0.02
-"""Of what the modules of a step return: this much may outlive it."""
+"""The share of what the modules of a step return that may outlive it."""
 GROWN = 2**22
-"""So many more bytes alive than in the first steps are looked into: Python takes its own memory in pieces of 1 MiB."""
+"""The growth of the bytes alive that is watched closely: Python takes its own memory in pieces of 1 MiB."""
 DROPOUT = ("p", "dropout", "dropout_p", "attention_dropout")  # attributes of modules that draw masks
 
 
@@ -89,7 +88,7 @@ class Raised(NamedTuple):
         return cls(f"{type(error).__name__}: {text}", advice, module, line)
 
 
-class Kept(NamedTuple):
+class OutlivedStep(NamedTuple):
     """Results of one module that were alive when their step was over."""
 
     nbytes: int
@@ -108,8 +107,8 @@ class Summed(NamedTuple):
 
 
 @dataclass
-class _Step:
-    """What the modules returned in one call of the model."""
+class _ModelOutputs:
+    """The memory of what the modules returned in one call of the model."""
 
     backward: bool = False  # has gone through it
     task: int = -1  # the last one that has
@@ -119,7 +118,7 @@ class _Step:
     returned: set[int] = field(default_factory=set[int])  # of these, what the model itself returned
 
     def add(self, path: str, output: Any) -> None:
-        """Remembers the memory of what a module returned, without keeping it alive."""
+        """Records the memory of what a module returned, without keeping it alive."""
         for tensor in _torch.tensors_in(output):
             for _, storage in storages(tensor) if tensor.grad_fn is not None else ():
                 base = tensor._base
@@ -128,17 +127,17 @@ class _Step:
                     self.nbytes += storage.nbytes()
 
     def ends(self, output: Any) -> None:
-        """Remembers what the model returned; the loop may hold that until the next call returns."""
+        """Records what the model returned; the loop may hold that until the next call returns."""
         self.add("", output)
         self.returned = {id(storage) for _, storage in storages(_torch.tensors_in(output))}
 
     @property
     def alive_bytes(self) -> int:
-        """The bytes of what is still there."""
+        """The bytes that are still alive."""
         return sum(storage.nbytes() for ref, _ in self.results.values() if (storage := ref()) is not None)
 
     def alive(self, last: bool) -> dict[int, tuple[torch.UntypedStorage, str]]:
-        """What is still there, with the paths of the modules; nothing where it is little, or a `last` output."""
+        """Returns the storages still alive and their modules; none where they are little or of a `last` output."""
         found = {
             key: (storage, path)
             for key, (ref, path) in self.results.items()
@@ -149,7 +148,7 @@ class _Step:
 
 @dataclass
 class Observations:
-    """The observations of a model's steps."""
+    """The counts and findings of the steps that were watched."""
 
     steps: int = 0  # calls of the model, with gradients
     seconds: float = 0.0  # from one call to the next, on the average; 0 where there were too few
@@ -173,10 +172,12 @@ class Observations:
     raised: Raised | None = None  # by a step that without recomputation raises nothing
     differ: tuple[Difference, ...] = ()  # gradients from those of the step without recomputation
     right_with_regions: bool = False  # they do not when torch's checkpoints are regions
-    kept: dict[str, Kept] = field(default_factory=dict[str, "Kept"])  # activations that outlive their step, by module
+    kept: dict[str, OutlivedStep] = field(
+        default_factory=dict[str, OutlivedStep]
+    )  # activations that outlive their step, by module
     summed: Summed | None = None  # the most forwards that one backward went through, and could have gone one by one
     zeroed_bytes: int = 0  # of gradients that were there, all zero, when a step began
-    watched: str = ""  # what was compared after the steps that were looked at closely; "" where there were none
+    watched: str = ""  # what was compared after the steps that were watched closely; "" where there were none
     never_again: tuple[str, ...] = ()  # modules in eval mode whose checkpointing is on, and that backward did not call
 
     @property
@@ -192,21 +193,21 @@ class Observations:
 
 
 class Compiled:
-    """The compiler's counters, as they are now."""
+    """The counters of `torch.compile`, as they are now, for what it does from then on."""
 
     def __init__(self) -> None:
         self._fallbacks, self._resumed, self._count = fallbacks(), resumed(), compilations()
 
     def before(self, model: nn.Module) -> bool:
-        """Whether a model has been compiled, and not since."""
+        """Returns whether a model was compiled before, and nothing since."""
         return any_compiled(model) and 0 < compilations() == self._count
 
     def fallbacks(self, model: nn.Module) -> dict[str, int]:
-        """What was left to eager execution since; of a model that was compiled before, since the process began."""
+        """Returns the reasons for eager execution since, with counts; since the process began if `before(model)`."""
         return _since({} if self.before(model) else self._fallbacks, fallbacks())
 
     def resumed(self, model: nn.Module) -> tuple[str, ...]:
-        """Where compiled code went on after a break of its graph, counted as the others."""
+        """Returns the functions in which compiled code resumed after a graph break, over the same time."""
         return tuple(_since({} if self.before(model) else self._resumed, resumed()))
 
 
@@ -219,7 +220,7 @@ class StepWatcher:
 
     Args:
         model: The model as the training calls it: with its wrappers.
-        closely: How many steps are looked at with all hooks.
+        closely: The number of steps that are watched with all hooks.
         since: Counters from before the model ran.
     """
 
@@ -233,7 +234,7 @@ class StepWatcher:
         self._buffers: dict[str, torch.Tensor] = {}
         self._without_grad: dict[str, None] = {}
         self._reentrant: dict[Reentrant, None] = {}
-        self._steps: list[_Step] = []  # that were looked at closely
+        self._steps: list[_ModelOutputs] = []  # that were watched closely
         self._compiled = since or Compiled()
         self._peaks: dict[int, allocator.Peak] = {}
         self._ended = False
@@ -247,16 +248,19 @@ class StepWatcher:
         self._watching = ExitStack()
         figures = self._watching.enter_context(watching(regions))
         self._figures = list(zip([region.path for region in regions], figures, strict=True))
-        self._sums = 0  # how many backwards were looked at that may go through several forwards
-        self._marks: list[weakref.ref[_Step]] = []  # of calls of the model whose graph may be alive
-        self._usual, self._until = 0, closely  # so many of them in the first steps; the last call of the close look
+        self._sums = 0  # backwards whose roots were read, because they may go through several forwards
+        self._marks: list[weakref.ref[_ModelOutputs]] = []  # of calls of the model whose graph may be alive
+        self._usual, self._until = (
+            0,
+            closely,
+        )  # so many of them in the first steps; the last call that is watched closely
         self._meter, self._alive_bytes = _meter_of(model)
         self._most, self._allowed = 0, GROWN  # bytes alive when one of the first steps was over; more that are allowed
-        self._look_closely()
+        self._add_close_hooks()
 
     @property
     def observations(self) -> Observations:
-        """What has been observed so far."""
+        """The observations so far."""
         found, stamps = self._found, self._stamps
         first = 1 if len(stamps) > 2 else 0  # the first step warms caches
         steps = found.steps - 1 - first
@@ -271,48 +275,50 @@ class StepWatcher:
         if not self._ended:
             found.allocator = _allocator_stats(self._model)
             found.never_again = tuple(self._never_again())
-            self._look_back(over=True)
+            self._find_outlived(over=True)
         return found
 
     def end(self) -> Observations:
-        """Takes all hooks away; calling it again does nothing."""
+        """Removes all hooks; calling it again does nothing."""
         found = self.observations
         if not self._ended:
             self._ended = True
             allocator.end(self._peaks)
-            self._end_close_look()
+            self._remove_close_hooks()
             for handle in self._root:
                 handle.remove()
             self._buffers.clear()
             self._steps.clear()
         return found
 
-    def _look_closely(self) -> None:
+    def _add_close_hooks(self) -> None:
         """Puts a hook on each module and trainable parameter."""
         for path, module in self._model.named_modules():
             trainable = [name for name, p in module.named_parameters(recurse=False) if p.requires_grad]
-            self._close.append(module.register_forward_pre_hook(self._counter(path, bool(trainable)), prepend=True))
+            count = partial(self._count_call, path, bool(trainable))
+            self._close.append(module.register_forward_pre_hook(count, prepend=True))
             if module is not self._model:
-                self._close.append(module.register_forward_hook(self._keeper(path)))
+                self._close.append(module.register_forward_hook(partial(self._add_output, path)))
             for name in trainable:
                 full = f"{path}.{name}".removeprefix(".")
                 self._found.owners[full] = path
-                self._close.append(getattr(module, name).register_post_accumulate_grad_hook(self._given(full)))
+                count_gradient = partial(self._count_gradient, full)
+                self._close.append(getattr(module, name).register_post_accumulate_grad_hook(count_gradient))
 
     def _lasting(self) -> int:
-        """How many calls before the last one have left an output, or a graph that no backward went through."""
+        """Returns the number of calls before the last whose output, or graph without a backward, is still alive."""
         self._marks = [mark for mark in self._marks if mark() is not None]
         steps = [step for mark in self._marks[:-1] if (step := mark()) is not None]
         return sum(not step.backward or bool(step.alive(False)) for step in steps)
 
-    def _watch_cheaply(self) -> None:
-        """Ends the close look after the first steps, and begins another one where more outlives its step than there."""
+    def _choose_hooks(self) -> None:
+        """Removes most hooks after the first steps, and registers them again where more outlives its step."""
         lasting, alive, steps = self._lasting(), self._alive_bytes(), self._found.steps
         if self._close:
             self._usual, self._most = max(self._usual, lasting), max(self._most, alive)
             # Forwards before the first backward are of one step.
             if steps >= (self._until if self._found.backwards else FORWARDS * self._until):
-                self._end_close_look()
+                self._remove_close_hooks()
                 self._found.watched = f"{self._meter}outputs and graphs that outlive their step"
                 of_a_step = max((step.nbytes for step in self._steps), default=0)
                 self._allowed = max(self._allowed, round(LITTLE * of_a_step))
@@ -320,9 +326,9 @@ class StepWatcher:
             self._allowed *= 1 if lasting > self._usual else 2  # it may be no tensor that grows
             # What happens every so many steps is to be seen twice.
             self._usual, self._until = max(self._usual, lasting), steps + 2 * (steps - self._until) + self._closely
-            self._look_closely()
+            self._add_close_hooks()
 
-    def _end_close_look(self) -> None:
+    def _remove_close_hooks(self) -> None:
         self._watching.close()
         for handle in self._close:
             handle.remove()
@@ -339,19 +345,19 @@ class StepWatcher:
         del self._stamps[2:]
         self._stamps.append(stamp())
         if self._close:
-            self._look_back()
+            self._find_outlived()
             zeroed = [p.grad for p in self._model.parameters() if p.grad is not None]
             if self._found.steps and zeroed and not any(map(torch.count_nonzero, zeroed)):
                 self._found.zeroed_bytes = sum(grad.nbytes for grad in zeroed)
-        self._watch_cheaply()
+        self._choose_hooks()
         if self._close:
-            self._steps.append(_Step())
+            self._steps.append(_ModelOutputs())
         self._found.steps += 1
 
     def _has_run(self, _module: nn.Module, _args: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or not self._grad or _torch.in_backward():
             return
-        step = self._steps[-1] if self._close else _Step()
+        step = self._steps[-1] if self._close else _ModelOutputs()
         step.ends(output)
         leaves = [leaf for leaf in _torch.tensors_in(output) if leaf.requires_grad]
         if self._close:
@@ -366,16 +372,16 @@ class StepWatcher:
             if leaf.grad_fn is not None:
                 step.nodes.add(_torch.sequence_of(leaf.grad_fn))
 
-    def _in_backward(self, step: _Step, _gradient: torch.Tensor) -> None:
+    def _in_backward(self, step: _ModelOutputs, _gradient: torch.Tensor) -> None:
         step.backward = True
         before, self._task = self._task, _torch.graph_task_id()
         step.task = self._task
         if before != self._task:  # an output of several tensors has a hook on each
             _torch.after_backward(self._backward_over)
-            self._look_for_sums(step)
+            self._find_sums(step)
 
-    def _look_for_sums(self, step: _Step) -> None:
-        """Looks at what a backward began with, in the first that may go through several forwards."""
+    def _find_sums(self, step: _ModelOutputs) -> None:
+        """Finds sums of losses that a backward began with, in the first that may go through several forwards."""
         waiting = [other for mark in self._marks if (other := mark()) is not None and not other.backward]
         if not waiting or self._sums == self._closely:
             return
@@ -395,32 +401,24 @@ class StepWatcher:
             if then is not None and (then.shape != buffer.shape or not torch.equal(then, buffer.detach())):
                 self._found.changed_buffers[name] += 1
 
-    def _counter(self, path: str, trainable: bool) -> Any:
-        found = self._found
+    def _count_call(self, path: str, trainable: bool, _module: nn.Module, _args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if _torch.in_backward():
+            self._found.calls_in_backward[path] += 1
+            return
+        self._found.calls[path] += 1
+        if trainable and self._grad and not torch.is_grad_enabled():
+            self._without_grad[path] = None
 
-        def count(_module: nn.Module, _args: Any) -> None:
-            if torch.compiler.is_compiling():
-                return
-            if _torch.in_backward():
-                found.calls_in_backward[path] += 1
-                return
-            found.calls[path] += 1
-            if trainable and self._grad and not torch.is_grad_enabled():
-                self._without_grad[path] = None
+    def _add_output(self, path: str, _module: nn.Module, _args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling() and self._grad and self._steps and not _torch.in_backward():
+            self._steps[-1].add(path, output)
 
-        return count
+    def _find_outlived(self, over: bool = False) -> None:
+        """Finds results of modules that outlive their step, and what refers to them.
 
-    def _keeper(self, path: str) -> Any:
-        def keep(_module: nn.Module, _args: Any, output: Any) -> None:
-            if not torch.compiler.is_compiling() and self._grad and self._steps and not _torch.in_backward():
-                self._steps[-1].add(path, output)
-
-        return keep
-
-    def _look_back(self, over: bool = False) -> None:
-        """Finds what modules returned in steps that a backward has ended, and is still there, and who refers to it.
-
-        Without a backward nothing is said before all is `over`, and only of several steps: a backward may come that
+        A step without a backward counts only when all is `over`, and only as one of several: a backward may come that
         goes through all of them.
         """
         last = self._steps[-1] if self._steps else None
@@ -440,10 +438,10 @@ class StepWatcher:
             of = [(b, [(k, s.nbytes()) for k, (s, at) in found.items() if at == path]) for b, found in counted]
             of = [(backward, sizes) for backward, sizes in of if sizes]
             keys = [key for _, sizes in of for key, _ in sizes]
-            graphs = [in_graph[key] for key in keys if key in in_graph]
-            holder = bool(graphs), next(filter(None, graphs or (holders.get(key) for key in keys)), "")
+            by_graph = [in_graph[key] for key in keys if key in in_graph]
+            holder = bool(by_graph), next(filter(None, by_graph or (holders.get(key) for key in keys)), "")
             before = self._found.kept.get(path)
-            self._found.kept[path] = Kept(
+            self._found.kept[path] = OutlivedStep(
                 sum(nbytes for _, sizes in of for _, nbytes in sizes),
                 len(of),
                 all(backward for backward, _ in of),
@@ -451,7 +449,7 @@ class StepWatcher:
             )
 
     def _never_again(self) -> Iterator[str]:
-        """The modules in eval mode whose checkpointing is turned on, and that no backward has called."""
+        """Yields the modules in eval mode whose checkpointing is turned on, and that no backward has called."""
         called = self._found.calls_in_backward
         if not self._found.backwards or self._without_grad:
             return
@@ -466,15 +464,12 @@ class StepWatcher:
                 above.append(inside)
                 yield path
 
-    def _given(self, name: str) -> Any:
-        def given(_parameter: torch.Tensor) -> None:
-            self._found.gradients[name] += 1
-
-        return given
+    def _count_gradient(self, name: str, _parameter: torch.Tensor) -> None:
+        self._found.gradients[name] += 1
 
 
 def _drawn_again(model: nn.Module) -> tuple[str, ...]:
-    """The modules with dropout in a compiled model whose compiler has a budget of its own."""
+    """Returns the modules with dropout in a compiled model whose compiler has a budget of its own."""
     if not any_compiled(model) or compilers_share() >= 1:
         return ()
     return tuple(
@@ -493,7 +488,7 @@ def _cuda_device(model: nn.Module) -> torch.device | None:
 
 
 def _meter_of(model: nn.Module) -> tuple[str, Callable[[], int]]:
-    """What says how many bytes are alive without a mode: its name, "" where there is none, and the bytes."""
+    """Returns the name of a counter of bytes alive that needs no mode, and the counter; "" and 0 without one."""
     device = _cuda_device(model)
     if device is not None:
         return f"bytes alive by the allocator of {device}, ", lambda: torch.cuda.memory_allocated(device)
@@ -504,7 +499,7 @@ def _meter_of(model: nn.Module) -> tuple[str, Callable[[], int]]:
 
 
 def _allocator_stats(model: nn.Module) -> AllocatorStats | None:
-    """What the CUDA allocator of the device that a model is on has counted."""
+    """Returns the counts of the CUDA allocator of a model's device; None for a model that is not on CUDA."""
     device = _cuda_device(model)
     if device is None:
         return None

@@ -1,8 +1,9 @@
-"""Evidence about a call of a model: a step that can be repeated, what it leaves, and how two steps differ.
+"""Runs training steps that can be repeated, and compares what two of them leave.
 
-A `ModelCall` remembers everything that one call of a model can change: buffers, generators, and what Python code
-changes on the side (`SideEffects`). `step` runs forward, loss and backward on copies of the arguments and returns what
-they left; `go_back` makes everything as it was. `differences` compares two steps tensor by tensor.
+A `ModelCall` captures everything that one call of a model can change: buffers, generators, and what Python code changes
+on the side (`SideEffects`). `step` runs forward, loss and backward on copies of the arguments and returns the outputs,
+gradients and state they leave; `go_back` restores the captured state. `differences` compares two steps tensor by
+tensor.
 
 Two tensors are the same if all their bits are. If they are not, their distance is the largest difference of two
 elements, relative to the largest element. Where two plain steps differ, a tensor may differ by `NOISE` times its noise;
@@ -32,12 +33,12 @@ from ..observer import observing
 from ..state import DEFAULT, NumpyRng, PythonRng
 
 NOISE = 4.0
-"""How many times the noise of the plain step is allowed: two runs tell little of how large noise can be."""
+"""The factor by which noise may exceed that of two plain steps, which tell little of how large it can be."""
 KINDS = ("outputs", "gradients", "buffers", "generators")
 SAMPLE = 4096
-"""How many values of a large tensor are kept to say how far two are apart."""
+"""The number of values of a large tensor that are kept, to say how far two are apart."""
 DEPTH = 4
-"""How deep to look into objects that modules hold."""
+"""The depth to which objects that modules hold are searched."""
 
 
 # --- two tensors ------------------------------------------------------------------------------------------------------
@@ -51,11 +52,11 @@ class TensorSample(NamedTuple):
     size: int  # of the tensor
 
     def same(self, other: TensorSample) -> bool:
-        """Whether all bits are the same."""
+        """Returns whether all bits are the same."""
         return self.size == other.size and torch.equal(self.digest, other.digest)
 
     def difference(self, other: TensorSample) -> str:
-        """How far another sample is from this one, in words."""
+        """Returns how far another sample is from this one, in words."""
         then, now = self.values, other.values
         some = "" if self.size == then.numel() else f" (of {then.numel():,} looked at)"
         if then.shape != now.shape:
@@ -74,7 +75,7 @@ class TensorSample(NamedTuple):
 
 
 def sample_of(tensor: torch.Tensor) -> TensorSample | None:
-    """A sample of a tensor; None of one that holds no values, or is of a subclass."""
+    """Returns a sample of a tensor; None for one that holds no values, or is of a subclass."""
     if tensor.device.type == "meta" or tensor.numel() == 0 or not _torch.is_plain(tensor):
         return None
     flat = _flat(tensor)
@@ -89,7 +90,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def distance(mine: torch.Tensor | None, theirs: torch.Tensor | None) -> float:
-    """The largest difference relative to the largest element; infinite where it is no number, or one is missing."""
+    """Returns the largest difference relative to the largest element; infinite if a tensor is missing or not finite."""
     if mine is None or theirs is None or (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
         return math.inf
     a, b = _flat(mine), _flat(theirs)
@@ -106,7 +107,7 @@ def distance(mine: torch.Tensor | None, theirs: torch.Tensor | None) -> float:
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that two steps leave, compared.
+    """The difference between two steps in one tensor, or in one other thing that a step leaves.
 
     Attributes:
         kind: "outputs", "gradients", "buffers", "generators", "attributes", "routing", or "error" for a step that
@@ -139,12 +140,12 @@ class StepResult(NamedTuple):
 
 
 class Noise:
-    """How far two plain steps are apart, by the name of each tensor that differs."""
+    """The distances between two plain steps, by the name of each tensor that differs."""
 
     def __init__(self, first: StepResult, second: StepResult) -> None:
-        found = {name: distance(a, b) for _, name, a, b in _pairs(first, second)}
-        self.distances = {name: far for name, far in found.items() if far}
-        finite = [found for found in self.distances.values() if math.isfinite(found)]
+        pairs = ((name, distance(a, b)) for _, name, a, b in _pairs(first, second))
+        self.distances = {name: far for name, far in pairs if far}
+        finite = [far for far in self.distances.values() if math.isfinite(far)]
         self._usual = statistics.median(finite) if finite else 0.0
 
     @property
@@ -153,12 +154,12 @@ class Noise:
         return max(self.distances.values(), default=0.0)
 
     def allowed(self, name: str) -> float:
-        """How far a tensor may be from the plain step's."""
+        """Returns the distance that a tensor may have from the plain step's."""
         return NOISE * max(self.distances.get(name, 0.0), self._usual)
 
 
 def differences(plain: StepResult, other: StepResult, noise: Noise) -> Iterator[Difference]:
-    """The tensors that differ by more than the noise."""
+    """Yields the tensors that differ by more than the noise."""
     for kind, name, mine, theirs in _pairs(plain, other):
         found, allowed = distance(mine, theirs), noise.allowed(name)
         if found > allowed:
@@ -187,7 +188,7 @@ def _pairs(
 
 
 class ModelCall:
-    """A model, or any callable, and one call of it, and all that the call can change as it is now."""
+    """One call of a model or another callable, with the present state of everything that the call can change."""
 
     def __init__(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.model, self._args, self._kwargs = model, args, kwargs
@@ -228,40 +229,40 @@ class ModelCall:
                         handles.append(leaf.register_post_accumulate_grad_hook(noting(name)))
                 output = self.model(*args, **kwargs)
                 value = loss(output)
-                found = _torch.tensors_in(output)
-                names = [f"output {number}" for number in range(len(found))] if len(found) > 1 else ["the output"]
-                outputs = {name: one.detach() for name, one in zip(names, found, strict=False)}
-                outputs["the loss"] = value.detach()
-                del output, found
+                outputs = {**_outputs(output), "the loss": value.detach()}
+                del output
                 if needs_grad or value.requires_grad:
                     value.backward()
             gradients = {name: leaves[name].grad for name in {**order, **dict.fromkeys(leaves)}}
-            buffers = {
-                f"buffer {name}": buffer.detach().clone()
-                for module, path in self.modules
-                for name, buffer in module.named_buffers(path, recurse=False)
-            }
-            states = [generator.get_state() for generator, _ in self._state.generators]
-            left = {
-                "outputs": outputs,
-                "gradients": {f"the gradient of {name}": grad for name, grad in gradients.items() if grad is not None},
-                "buffers": buffers,
-                "generators": {f"generator {number} of the model": state for number, state in enumerate(states)},
-            }
-            return StepResult(left, SideEffects(self.modules, [self.model]))
+            return self._result(outputs, gradients)
         finally:
             for handle in handles:
                 handle.remove()
             for name, leaf in self._leaves.items():
                 leaf.grad = before[name]
 
+    def _result(self, outputs: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor | None]) -> StepResult:
+        """Returns the outputs and gradients of a step, and the buffers and generators as they are now."""
+        states = [generator.get_state() for generator, _ in self._state.generators]
+        tensors = {
+            "outputs": outputs,
+            "gradients": {f"the gradient of {name}": grad for name, grad in gradients.items() if grad is not None},
+            "buffers": {
+                f"buffer {name}": buffer.detach().clone()
+                for module, path in self.modules
+                for name, buffer in module.named_buffers(path, recurse=False)
+            },
+            "generators": {f"generator {number} of the model": state for number, state in enumerate(states)},
+        }
+        return StepResult(tensors, SideEffects(self.modules, [self.model]))
+
     def go_back(self, *written: tuple[torch.UntypedStorage, torch.UntypedStorage]) -> None:
-        """Makes everything as it was when this was made; storages `written` to get the content beside them."""
+        """Restores the captured state; storages that were `written` to get the content beside them."""
         self._start.restore()
         self._state.restore(*written)
 
     def _trainable(self) -> dict[str, torch.Tensor]:
-        """All that gets a gradient, by name; of tensors that are in two places the first name counts."""
+        """Returns the tensors that get a gradient, by name; of one in two places the first name counts."""
         found: dict[int, tuple[str, torch.Tensor]] = {}
         for module, path in self.modules:
             for name, parameter in module.named_parameters(path, recurse=False):
@@ -272,7 +273,7 @@ class ModelCall:
         return {name: tensor for name, tensor in found.values() if tensor.requires_grad}
 
     def _copies(self) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, torch.Tensor]]:
-        """The call with copies of its tensors, and those of them that get a gradient."""
+        """Returns the call with copies of its tensors, and those of them that get a gradient."""
         leaves, spec = _torch.tree_flatten((self._args, self._kwargs))
         inputs: dict[str, torch.Tensor] = {}
         for number, leaf in enumerate(leaves):
@@ -284,11 +285,18 @@ class ModelCall:
         return args, kwargs, inputs
 
 
+def _outputs(output: Any) -> dict[str, torch.Tensor]:
+    """Returns the tensors in an output, detached and by name."""
+    found = _torch.tensors_in(output)
+    names = [f"output {number}" for number in range(len(found))] if len(found) > 1 else ["the output"]
+    return {name: one.detach() for name, one in zip(names, found, strict=False)}
+
+
 # --- side effects -----------------------------------------------------------------------------------------------------
 
 
 class _Container(NamedTuple):
-    """A namespace or container, and its content when it was looked at."""
+    """A namespace or container, and its content when it was captured."""
 
     label: str  # of a change; `{key}` is the name that changed
     container: Any  # a dict, list, set or closure cell
@@ -322,8 +330,8 @@ class SideEffects:
     """The state of all that Python code can change outside of its arguments.
 
     That is attributes of modules, closures, globals, and the global generators (Python's, NumPy's, PyTorch's). No user
-    code is called: containers are copied by their base types, objects looked at through `__dict__`. Rebinding a name
-    to something equal is no change.
+    code is called: containers are copied by their base types, objects read through `__dict__`. Rebinding a name to
+    something equal is no change.
 
     Args:
         modules: The modules, with their names.
@@ -351,7 +359,7 @@ class SideEffects:
             self._namespace("global '{key}'", scope, names.__contains__)
 
     def changed_places(self) -> list[str]:
-        """What is not as it was, of attributes, closures and globals: a label each."""
+        """Returns a label for each attribute, closure variable and global that has changed."""
         found: dict[str, None] = {}
         for place in self._places:
             then, now = place.then, place.now()
@@ -361,12 +369,12 @@ class SideEffects:
         return list(found)
 
     def advanced_generators(self) -> list[str]:
-        """The global generators that are not in the state they were in."""
+        """Returns the names of the global generators whose state has changed."""
         present = {name: capture() for name, capture, _ in _generators()}
         return [name for name, _, then in self._states if not _same_state(then, present[name])]
 
     def restore(self) -> None:
-        """Puts everything back."""
+        """Restores the captured state."""
         for place in self._places:
             place.restore()
         for _, put, then in self._states:
@@ -416,7 +424,7 @@ _FIXED = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type,
 
 
 def _contents(container: Any) -> dict[Any, Any]:
-    """What is in a container, by key or place."""
+    """Returns the content of a container, by key or position."""
     if isinstance(container, types.CellType):
         try:
             return {"": container.cell_contents}
@@ -431,14 +439,14 @@ def _contents(container: Any) -> dict[Any, Any]:
 
 
 def _is_plain_object(value: Any) -> bool:
-    """An object of the user's, or of a library that is neither torch nor Python's own."""
+    """Returns whether a value is an object of the user's, or of a library that is neither torch nor Python's own."""
     top = type(value).__module__.partition(".")[0]
     known = top in ("torch", "torch_recompute", "builtins", "numpy") or top in sys.stdlib_module_names
     return not known and isinstance(getattr(value, "__dict__", None), dict)
 
 
 def _same(then: Any, now: Any, depth: int) -> bool:
-    """Whether two values are equal; True also where nothing can be said."""
+    """Returns whether two values are equal; True also for values that cannot be compared."""
     if then is now or depth == 0:
         return True
     if type(then) is not type(now):
