@@ -185,5 +185,5 @@ def enough(smallest: int) -> str:
 
 
 def more_advice(advice: str) -> str:
-    """What else to do, on a line of its own."""
+    """More advice, on a line of its own."""
     return f"\n  {advice}" if advice else ""

@@ -61,7 +61,7 @@ OPTIONS = {
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class RecomputeConfig:
-    """What to recompute, in Megatron-LM's words.
+    """Settings of recomputation, in Megatron-LM's words.
 
     Attributes:
         recompute_granularity: None for nothing, "full" for whole layers, "selective" for the parts that
@@ -551,7 +551,7 @@ def _parts(
 
 
 def _offloaded_parts(config: RecomputeConfig, model: nn.Module, regions: Sequence[Choice]) -> tuple[Choice, ...]:
-    """What is offloaded without being recomputed: of whole layers, in those that are not."""
+    """The choices that offload parts without recomputing them: of whole layers, in those that are not recomputed."""
     whole = [path for region in regions for path in region.modules] if config.recompute_granularity == FULL else []
     recomputed = config.recompute_modules or ()
     labels = (config.offload_modules or ()) if config.fine_grained_activation_offloading else ()

@@ -135,7 +135,7 @@ def choices(units: Units, label: str) -> tuple[Choice, ...]:
 
 
 def notes(choices: Iterable[Choice]) -> list[str]:
-    """What is to be said about the labels of choices, each sentence once."""
+    """The notes on the labels of choices, each sentence once."""
     asked = {label for choice in choices if KEEP_ATTENTION in choice.keep for label in choice.labels}
     return [f"  {said}." for label, said in NOTES.items() if label in asked]
 
@@ -199,7 +199,7 @@ STACKED: Mapping[str, str] = {
 
 
 def offloaded(units: Units, label: str, store: str) -> tuple[Choice, ...]:
-    """What a label of `OFFLOADS`, a path or a pattern of paths, with a kind of calls or without, offloads."""
+    """The modules or calls that a label of `OFFLOADS`, a path or a pattern of paths offloads."""
     if label in OFFLOADS:
         paths = OFFLOADS[label](units)
     else:

@@ -407,7 +407,7 @@ def guesses(
 
 
 def offloads(found: SegmentRecord) -> list[tuple[Choice, ...]]:
-    """What a segment may save in host memory without being recomputed: all, what its parts save, or its attention."""
+    """The ways to save a segment in host memory without recomputing it: all of it, some parts, or its attention."""
     attention = [
         word for kind, words in zip(found.kinds, found.calls, strict=True) if kind == ATTENTION for word in words
     ]
