@@ -274,12 +274,13 @@ class _Again(Replay):
     __slots__ = ("stopped",)
 
     def __init__(self, frame: RegionCall) -> None:
-        super().__init__(frame, (), None)
+        super().__init__(frame, ())
+        self._stop, self._last = None, -1
         self.stopped = False
 
     def go(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Runs the function under hooks that only count; calls whose results are not kept are repeated."""
-        unread = list(_unread(self.trace))
+        unread = list(_unread(self.record))
         for record in unread:
             record.read = True
         _torch.push_hooks(self.pack, unpack)
@@ -355,7 +356,8 @@ def run_again(
     frame, second = first.frame, SecondRun(first)
     with recorder.deaf():
         try:
-            frame._state.check(frame.name)  # pyright: ignore[reportPrivateUsage]
+            if frame.replay_state.reached is not None:
+                frame.replay_state.reached.check(frame.name)
             frame.inputs.check(frame.name)
         except errors.ChangedError as error:
             second.changed = error
@@ -384,7 +386,7 @@ def run_again(
         thread.run = run
         try:
             with _disturbed([*given, *cells], noise):
-                frame._state.run(frame.name, go)  # pyright: ignore[reportPrivateUsage]
+                frame.replay_state.run(frame.name, go)
         except Exception as error:
             second.error = error.with_traceback(None)
         finally:
@@ -607,7 +609,7 @@ class _Rows:
             whole("fails", f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", FAILS)
 
     def _compare(self, first: RegionRun, second: SecondRun) -> None:
-        trace = first.frame.trace
+        trace = first.frame.record
         asks = any(_ASKING.intersection(code.co_names) for code, _ in first.scopes.values())
         shorter = second.error is not None or second.ended_early or asks or (trace is not None and bool(trace.values))
         found = first_divergence(first.ops, second.ops, shorter)

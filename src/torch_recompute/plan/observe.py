@@ -97,9 +97,9 @@ class Figures(Observer):
         else:
             yield
 
-    def dropped(self, frame: Any, tensor: torch.Tensor) -> None:
+    def dropped(self, region_call: Any, tensor: torch.Tensor) -> None:
         """Counts the memory of a tensor."""
-        if self._first is not None and self._first() is frame:
+        if self._first is not None and self._first() is region_call:
             self.saved_bytes = (self.saved_bytes or 0) + self._dropped.add(tensor)
 
     def counting(self, store: Store) -> Store:
@@ -116,7 +116,7 @@ class Figures(Observer):
     @contextmanager
     def _replay(self, run: Run) -> Generator[None]:
         """Around the function in a replay. One that is captured in a CUDA graph does not run, and cannot be timed."""
-        then = None if run.trace is None else run.trace.values.get(COMPARED)
+        then = None if run.record is None else run.record.values.get(COMPARED)
         with self._timed(), nullcontext() if then is None else Compare(run, *then.get(run.name), seen=self._decided):
             yield
 
