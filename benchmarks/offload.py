@@ -59,7 +59,7 @@ def speeds(folder: str, size: int = 2**28) -> dict[str, float]:
 
     def put() -> object:
         handle = store.put(source)
-        store._depot(source).settle()  # what a region two calls later waits for
+        store._queue(source).settle()  # what a region two calls later waits for
         return handle
 
     for _ in range(5):

@@ -1,6 +1,6 @@
-"""Who watches regions run: one protocol, and one stack per thread of what runs.
+"""Observers of regions that run: one protocol, and one stack per thread of what runs.
 
-Plans count what a region drops, measurements say in which region memory was made, the doctor books operations by
+Plans count what a region drops, measurements say in which region memory was made, the doctor counts operations by
 region, the planner times replays. All of them use an `Observer`:
 
     with observing(mine):
@@ -56,7 +56,7 @@ class Observer:
         """Entered before something of a region runs, on its thread, and left after it."""
         return nullcontext()
 
-    def dropped(self, frame: Any, tensor: torch.Tensor) -> None:
+    def dropped(self, region_call: Any, tensor: torch.Tensor) -> None:
         """Called with a tensor that autograd saves in a region's forward and that the region does not keep."""
 
     def out_of_memory(self, region: str, text: str) -> str:
@@ -86,10 +86,10 @@ class Observers:
 
         return observed
 
-    def dropped(self, frame: Any, tensor: torch.Tensor) -> None:
+    def dropped(self, region_call: Any, tensor: torch.Tensor) -> None:
         """Passes on a tensor that is not kept."""
         for observer in self.each:
-            observer.dropped(frame, tensor)
+            observer.dropped(region_call, tensor)
 
 
 class _Here(threading.local):
@@ -112,7 +112,7 @@ always: list[Observer] = []
 
 
 def running() -> tuple[Running, ...]:
-    """What runs on this thread of the regions that are observed, the outermost first."""
+    """Returns what runs on this thread of the regions that are observed, the outermost first."""
     return tuple(here.running)
 
 

@@ -1,7 +1,7 @@
 """The engine: regions that are recomputed, and saved calls inside them that are not.
 
 `recompute(fn)` runs `fn` under saved-tensor hooks that keep none of the tensors autograd saves: each becomes a `Slot`,
-an empty place in the graph. When backward first opens a slot, the frame of that call runs `fn` again under other
+an empty place in the graph. When backward first opens a slot, the `RegionCall` of that call runs `fn` again under other
 hooks that fill the slots in order. From then on the rebuilt tensors live in the graph itself, exactly where plain
 autograd would have kept them, and die when their node has read them: no table of recomputed tensors, no key per
 backward call, and the order in which memory is freed is autograd's own.
@@ -22,7 +22,7 @@ number as what follows in the same operation). It ends by an exception that deri
 that says `except Exception` cannot swallow it.
 
 Invariants: hooks and `thread.run` are restored by the code that set them. Nothing in the graph refers to a run, only to
-a frame; a frame refers to slots weakly; so the whole dies by reference counting (law 8).
+a region call; a region call refers to slots weakly; so the whole dies by reference counting (law 8).
 """
 
 from __future__ import annotations
@@ -56,8 +56,7 @@ def call(options: Options, fn: Callable[..., Any], args: tuple[Any, ...], kwargs
         warnings.warn(_under_a_transform(options.name), RuntimeWarning, stacklevel=2)
         return fn(*args, **kwargs)
     outer = thread.run
-    frame = RegionCall(options, fn, args, kwargs, outer)
-    return frame.forward(fn, args, kwargs, outer)
+    return RegionCall(options, fn, args, kwargs, outer).forward(fn, args, kwargs, outer)
 
 
 def _under_a_transform(name: str) -> str:
@@ -92,9 +91,9 @@ def _without_grad(name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwar
     finally:
         thread.run = outer
     if not outer.replaying:
-        if run.trace is not None:
-            mark_not_needed(run.trace, NEVER)
-        hand_over(run.trace, outer, None, entered)
+        if run.record is not None:
+            mark_not_needed(run.record, NEVER)
+        hand_over(run.record, outer, None, entered)
     return result
 
 
@@ -183,6 +182,8 @@ def recompute(
             from .engine.tiles import run as run_tiles
 
             return run_tiles(functools.partial(run, options, fn), options.name, tiles, tile_dim, args, kwargs)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # as `run` does, without its detours
+            return call(options, fn, args, kwargs)
         return run(options, fn, args, kwargs)
 
     return region
@@ -389,10 +390,10 @@ def keep(
         return fn(*args, **kwargs)
     if now.replaying:
         return _pass_by(now, name, fn, args, kwargs)
-    frame = now if isinstance(now, RegionCall) else None
-    result, kept = record_call(now, frame, store, name, values_unused, pure, fn, args, kwargs)
-    if frame is not None:
-        frame.alias(kept)
+    region_call = now if isinstance(now, RegionCall) else None
+    result, kept = record_call(now, region_call, store, name, values_unused, pure, fn, args, kwargs)
+    if region_call is not None:
+        region_call.alias(kept)
     return result
 
 

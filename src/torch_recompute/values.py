@@ -6,10 +6,10 @@ belongs to one call of one region (not to a layer, so microbatches, nested regio
 `get_recompute_data` always returns a tuple. `replay(fn)` says the same in one word.
 
 A `CallRecord` is what one call of a region leaves for its replays: its values, the records of its saved calls in order,
-and the traces of regions nested in it. A `Run` is one execution of the function on one thread, in forward or as a
-replay, reading or writing a trace. The run that the present thread is in is the only thread-local state; there is no
+and the records of regions nested in it. A `Run` is one execution of the function on one thread, in forward or as a
+replay, reading or writing a record. The run that the present thread is in is the only thread-local state; there is no
 flag on a module or a process. When an outer region is replayed, an inner one runs as an ordinary forward again, but
-over the trace that the first forward left: so its saved calls are skipped and its values found there too.
+over the record that the first forward left: so its saved calls are skipped and its values found there too.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class CallRecord:
     Attributes:
         values: What `save_for_recompute` saved, by key.
         records: What `replay` and `no_recompute` left, in order of their calls.
-        children: The traces of nested regions in order, each with the moment at which the region ended.
+        children: The records of nested regions in order, each with the moment at which the region ended.
         not_needed: Set once no replay of the enclosing region gets as far as this one.
         live: For each tensor saved, and each nested region, whether the graph still held it when the forward ended;
             noted only where there are values. What was dead is the work by which a value was found.
@@ -63,22 +63,22 @@ class Run:
 
     Attributes:
         name: The region's name, for errors.
-        trace: Where it writes (forward) or what it reads (replaying); None while there is nothing in it.
+        record: Where it writes (forward) or what it reads (replaying); None while there is nothing in it.
         replaying: Whether the function is being run again.
         ambients: The generators and states that a saved call in it may advance.
     """
 
-    trace: CallRecord | None = None
+    record: CallRecord | None = None
     replaying = False
-    _record = _child = 0
+    _next_record = _next_child = 0
 
     def __init__(self, name: str, ambients: Sequence[Ambient] = ()) -> None:
         self.name = name
         self.ambients = ambients
 
-    def read(self, trace: CallRecord | None) -> None:
+    def read(self, record: CallRecord | None) -> None:
         """Makes this a replay over what the forward left."""
-        self.trace, self.replaying = trace, True
+        self.record, self.replaying = record, True
 
     def saved(self) -> int:
         """Counts the tensors of its own that the run has saved by now."""
@@ -86,17 +86,17 @@ class Run:
 
     def key(self) -> Key:
         """The present moment."""
-        trace = self.trace
-        return (self.saved(), 0 if trace is None else len(trace.records) + len(trace.children))
+        record = self.record
+        return (self.saved(), 0 if record is None else len(record.records) + len(record.children))
 
     def event(self) -> None:
         """Called before the run goes on to a nested region, a choice or a saved call; a replay may end here."""
 
     def writing(self) -> CallRecord:
-        """The trace to write to."""
-        if self.trace is None:
-            self.trace = CallRecord()
-        return self.trace
+        """The record to write to."""
+        if self.record is None:
+            self.record = CallRecord()
+        return self.record
 
     def next_record(self, kind: type, name: str) -> Any:
         """The record that the forward wrote at this point.
@@ -105,41 +105,41 @@ class Run:
             MismatchError: The forward wrote none, or one of another kind or name.
         """
         self.event()
-        records = () if self.trace is None else self.trace.records
-        record: Any = records[self._record] if self._record < len(records) else None
+        records = () if self.record is None else self.record.records
+        record: Any = records[self._next_record] if self._next_record < len(records) else None
         if record is None or type(record) is not kind or record.name != name:
             had = "made no more saved calls or choices" if record is None else f"reached {record.name}(...)"
             raise errors.MismatchError(
                 f"the replay of {self.name} reached {name}(...) where its forward {had}.\n{errors.WHY}"
             )
-        self._record += 1
+        self._next_record += 1
         return record
 
     def moment(self) -> tuple[int, int, int]:
         """Counts the tensors saved, the saved calls and choices made, and the nested regions entered."""
-        trace = self.trace
-        if trace is None:
+        record = self.record
+        if record is None:
             return self.saved(), 0, 0
-        return self.saved(), len(trace.records), len(trace.children)
+        return self.saved(), len(record.records), len(record.children)
 
     def skip(self, saved: int, records: int, children: int) -> bool:
         """Goes on at the moment at which a value was saved, where the replay leaves out the work before it.
 
         It does so if nothing in between was part of the graph; else the value is read early and the work redone.
         """
-        assert self.trace is not None
-        slots, regions = self.trace.live
-        behind = self.saved() > saved or self._record > records or self._child > children
-        if behind or any(slots[self.saved() : saved]) or any(regions[self._child : children]):
+        assert self.record is not None
+        slots, regions = self.record.live
+        behind = self.saved() > saved or self._next_record > records or self._next_child > children
+        if behind or any(slots[self.saved() : saved]) or any(regions[self._next_child : children]):
             return False
-        self._record, self._child = records, children
+        self._next_record, self._next_child = records, children
         return True
 
     def next_child(self) -> CallRecord | None:
-        """The trace that the forward's nested region left at this point."""
-        children = () if self.trace is None else self.trace.children
-        self._child += 1
-        return children[self._child - 1][1] if self._child <= len(children) else None
+        """The record that the forward's nested region left at this point."""
+        children = () if self.record is None else self.record.children
+        self._next_child += 1
+        return children[self._next_child - 1][1] if self._next_child <= len(children) else None
 
 
 class Overrides(Protocol):
@@ -147,20 +147,20 @@ class Overrides(Protocol):
 
     @property
     def around(self) -> Overrides | None:
-        """Who decided before."""
+        """The enclosing overrides, if any."""
 
     def saved_call(self, name: str, fn: Callable[..., Any]) -> Callable[..., Any] | None:
         """Returns what is called in the place of a saved call of this name; None to leave it as it is written."""
 
     def region(self, name: str) -> None:
-        """Told that a region of this name is called."""
+        """Called when a region of this name is called."""
 
 
 class Thread(threading.local):
-    """Where this thread is.
+    """Per-thread execution state.
 
     Attributes:
-        run: The run that it is in; None outside of every region, and inside a saved call.
+        run: The run that the thread is in; None outside of every region, and inside a saved call.
         overrides: Decides about calls with a name; None without one. A replay has that of its forward.
         calls: How many calls of regions it has begun; what is put into a store meanwhile belongs together.
         traced: Whether `torch.compile` is tracing a region here.
@@ -263,8 +263,8 @@ def save_for_recompute(*data: Any, key: Hashable = None) -> None:
         )
     if capturing():
         _check_in_graph(data, run.name)
-    trace = run.writing()
-    if key in trace.values:
+    record = run.writing()
+    if key in record.values:
         under = "without a key" if key is None else f"under key={key!r}"
         raise errors.SaveError(
             f"save_for_recompute was called twice {under} in one call of {run.name}; the second would overwrite the "
@@ -273,7 +273,7 @@ def save_for_recompute(*data: Any, key: Hashable = None) -> None:
             'get_recompute_data(key="router")\n'
             "  or wrap the choice in one word:  indices = replay(choose)(scores)"
         )
-    trace.values[key] = Values(data, run.moment())
+    record.values[key] = Values(data, run.moment())
 
 
 @tracing.as_it_is
@@ -310,7 +310,7 @@ def get_recompute_data(key: Hashable = None) -> tuple[Any, ...]:
             "              else: indices = choose(scores); save_for_recompute(indices)\n"
             "  or say it in one word:  indices = replay(choose)(scores)"
         )
-    values = {} if run.trace is None else run.trace.values
+    values = {} if run.record is None else run.record.values
     if key in values:
         run.skip(*values[key].moment)
         return values[key].get(run.name)

@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from laws.watch import equal, no_collector, on_threads
 from torch_recompute import ArgumentError, ChangedError, OnHost, no_recompute, recompute
 from torch_recompute.stores import Bandwidth, bandwidth, host
-from torch_recompute.stores.transfers import Depot
+from torch_recompute.stores.transfers import TransferQueue
 
 
 class Job:
@@ -94,8 +94,8 @@ class Lazy:
 def lane(monkeypatch: pytest.MonkeyPatch) -> Lazy:
     """All tensors travel on a lazy lane."""
     lane = Lazy()
-    depot = Depot(lane)
-    monkeypatch.setattr(host, "depot_of", lambda tensor: depot)
+    queue = TransferQueue(lane)
+    monkeypatch.setattr(host, "queue_of", lambda tensor: queue)
     return lane
 
 
@@ -160,17 +160,17 @@ def test_tensors_leave_one_region_later(lane: Lazy, ahead: int) -> None:
 def test_tensors_come_back_one_region_ahead(lane: Lazy, ahead: int) -> None:
     """While a region is replayed, the inputs of the `ahead` regions put before it are under way, and no others."""
     under_way: list[int] = []
-    parcels: list[Any] = []
+    copies: list[Any] = []
 
     class Noting(OnHost):
         def put(self, tensor: torch.Tensor) -> Any:
             handle = super().put(tensor)
-            parcels.append(handle.parcel)
+            copies.append(handle.host_copy)
             return handle
 
     class Look(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            under_way.append(sum(parcel._coming is not None for parcel in parcels))
+            under_way.append(sum(host_copy._coming is not None for host_copy in copies))
             return x.sin().exp()
 
     store = Noting(ahead=ahead)
@@ -179,7 +179,7 @@ def test_tensors_come_back_one_region_ahead(lane: Lazy, ahead: int) -> None:
         x = recompute(Look(), inputs=store)(x)
     del under_way[:]
     x.sum().backward()
-    parcels.clear()
+    copies.clear()
     # Replayed from the last to the first. The inputs of the last `ahead` + 1 regions have never left.
     left = range(8 - ahead - 1)
     assert under_way == [sum(before in left for before in range(n - ahead, n)) for n in reversed(range(8))]
@@ -284,8 +284,8 @@ def views() -> dict[str, Callable[[torch.Tensor], list[torch.Tensor]]]:
 def test_memory_is_copied_once(case: Callable[..., Any], lazy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Views of one storage are one copy, and come back as views of one tensor, laid out as they were."""
     if lazy:
-        depot = Depot(Lazy())
-        monkeypatch.setattr(host, "depot_of", lambda tensor: depot)
+        queue = TransferQueue(Lazy())
+        monkeypatch.setattr(host, "queue_of", lambda tensor: queue)
     base, store = torch.arange(48.0).view(4, 12), OnHost()
     tensors = case(base)
     handles = [store.put(tensor) for tensor in tensors]
@@ -310,7 +310,7 @@ def test_a_small_part_of_a_large_tensor_travels_alone() -> None:
         handle = store.put(part)
         assert store.host_bytes == 4 * size
         assert torch.equal(store.get(handle), part)
-        assert store.put(part).parcel is handle.parcel
+        assert store.put(part).host_copy is handle.host_copy
 
 
 def test_a_changed_tensor_is_another_one() -> None:
@@ -423,9 +423,9 @@ class Fails(Exception):
 def test_nothing_is_left(lazy: bool, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After backward, a dropped graph or an exception no byte is left on the host or the device, without gc."""
     lane = Lazy()
-    depot = Depot(lane)
+    queue = TransferQueue(lane)
     if lazy:
-        monkeypatch.setattr(host, "depot_of", lambda tensor: depot)
+        monkeypatch.setattr(host, "queue_of", lambda tensor: queue)
     memories: list[StorageWeakRef] = []
     calls = 0
 
@@ -454,7 +454,7 @@ def test_nothing_is_left(lazy: bool, end: str, monkeypatch: pytest.MonkeyPatch) 
         assert store.host_bytes == 0
         assert all(memory.expired() for memory in memories)
         if lazy:
-            assert not depot._known
+            assert not queue._known
             assert all(job.done or job.target() is None for job in lane.jobs)
 
 
@@ -483,10 +483,10 @@ def test_live_microbatches(lane: Lazy, order: str) -> None:
         n, loss = losses.pop(at)
         loss.backward()
         assert equal(grads(blocks), expected[n])
-        waiting = sum(ref() is not None and ref()._coming is not None for group in depot._called for ref in group)
+        waiting = sum(ref() is not None and ref()._coming is not None for group in queue._called for ref in group)
         assert waiting <= store.ahead
 
-    depot = host.depot_of(inputs[0])
+    queue = host.queue_of(inputs[0])
     for n, x in enumerate(inputs):
         losses.append((n, run(blocks, lambda block: recompute(block, inputs=store), x)))
         if order == "1F1B" and n >= 2:

@@ -141,8 +141,8 @@ def test_in_backward() -> None:
 def test_graph_is_kept(retain: bool) -> None:
     """Says what `retain_graph` was of the running call; False outside of one."""
     seen: list[bool] = []
-    in_backward(lambda: seen.append(_torch.graph_is_kept()), retain_graph=retain)
-    assert seen == [retain]
+    in_backward(lambda: seen.extend((_torch.graph_is_kept(), _torch.keeps_graph())), retain_graph=retain)
+    assert seen == [retain, retain]
     assert not _torch.graph_is_kept()
 
 
@@ -513,7 +513,8 @@ def test_preferred_kernels_are_read_again() -> None:
     order = [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]
     with sdpa_kernel(order, set_priority=True), torch.autocast("cpu", torch.bfloat16):
         wanted = torch._C._get_sdp_priority_order()
-        _torch.update_kernels(taken)
+        for place, get in _torch.KERNEL_ORDERS:
+            taken[place] = get()
     before = torch._C._get_sdp_priority_order()
     torch._C._set_sdp_priority_order(wanted)
     try:
@@ -676,15 +677,16 @@ def test_assert_on_device() -> None:
 
 
 def test_what_the_compiler_does_not_see() -> None:
-    """`eagerly` calls a function outside of what is compiled, and as it is where nothing is."""
+    """`unseen` calls a function outside of what is compiled, and as it is where nothing is."""
     seen: list[bool] = []
 
     def look(x: torch.Tensor) -> torch.Tensor:
         seen.append(torch.compiler.is_dynamo_compiling())
         return x + len(seen)
 
-    assert modes.eagerly(look, torch.zeros(())) == 1
-    compiled = torch.compile(lambda x: modes.eagerly(look, x.sin()).cos(), backend="eager")
+    assert modes.compiler_at_work() is None
+    assert modes.unseen(look, torch.zeros(())) == 1
+    compiled = torch.compile(lambda x: modes.unseen(look, x.sin()).cos(), backend="eager")
     for _ in range(2):
         compiled(torch.zeros(()))
     assert seen == [False, False, False]
@@ -796,7 +798,7 @@ def test_what_backward_has_yet_to_reach() -> None:
 
 
 # How hooks of this library look to torch's selective contexts: tests/compat/test_checkpoint.py.
-SELECTIVE = {"respect_hooks", "see_through"}
+SELECTIVE = {"respect_hooks", "see_through", "SEE_THROUGH"}
 # Bytes that a call allocates: tests/memory/test_measure.py, tests/memory/test_workspaces.py.
 ALLOCATIONS = {"cpu_allocations", "cpu_bytes_between"}
 

@@ -46,7 +46,7 @@ def test_a_call_that_ends_on_another_thread(monkeypatch):
     def half():
         task = this_task()
         task.split = True
-        task.frames.append(weakref.ref(one))
+        task.region_calls.append(weakref.ref(one))
         assert this_task() is task
 
     InBackward.apply(torch.ones(1, requires_grad=True), half).sum().backward(retain_graph=True)

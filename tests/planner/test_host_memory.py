@@ -19,7 +19,7 @@ from torch_recompute.planner.hosts import LINKS, waited
 from torch_recompute.planner.planner import Planner
 from torch_recompute.planner.prices import Roofline
 from torch_recompute.stores import Bandwidth
-from torch_recompute.stores.transfers import Depot, Direct
+from torch_recompute.stores.transfers import Direct, TransferQueue
 from torch_recompute.training_step import TrainingStep
 
 X = torch.randn(512, 16)
@@ -57,10 +57,10 @@ class Away(OnHost):
 
     def __init__(self) -> None:
         super().__init__()
-        self._own = Depot(Lane())
+        self._own = TransferQueue(Lane())
         self.most = 0
 
-    def _depot(self, tensor: torch.Tensor) -> Depot:
+    def _queue(self, tensor: torch.Tensor) -> TransferQueue:
         return self._own
 
     def put(self, tensor: torch.Tensor) -> Any:

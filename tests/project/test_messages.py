@@ -108,7 +108,7 @@ from torch_recompute.planner.solve import choose
 from torch_recompute.planner.tensor_parallel import divided
 from torch_recompute.simulation.copies import Faker
 from torch_recompute.stores import bandwidth, host
-from torch_recompute.stores.transfers import Depot, Direct
+from torch_recompute.stores.transfers import Direct, TransferQueue
 
 
 def nn_linear() -> torch.nn.Module:
@@ -1255,7 +1255,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     changes_a_value_that_it_saved,
     # configurations
     lambda: inside(
-        patch.object(host, "depot_of", return_value=Depot(Slow())),
+        patch.object(host, "queue_of", return_value=TransferQueue(Slow())),
         lambda: changes(x := vector() * 2, region(lambda x: x.sin().exp(), inputs=OnHost()), x),
     ),
     lambda: changes(x := vector() * 2, region(lambda x: x.sin().exp(), inputs=OnHost(smallest=1000)), x),

@@ -39,6 +39,7 @@ from .devices import set_device_state as set_device_state
 from .devices import stream_for as stream_for
 from .devices import streams_of as streams_of
 from .devices import wait_for as wait_for
+from .modes import KERNEL_ORDERS as KERNEL_ORDERS
 from .modes import autocast_dtype as autocast_dtype
 from .modes import autocast_on as autocast_on
 from .modes import function_modes as function_modes
@@ -48,7 +49,6 @@ from .modes import set_flags as set_flags
 from .modes import set_function_modes as set_function_modes
 from .modes import settings as settings
 from .modes import split_settings as split_settings
-from .modes import update_kernels as update_kernels
 
 _C: Any = torch._C
 _autograd: Any = _C._autograd
@@ -56,7 +56,8 @@ _autograd: Any = _C._autograd
 # --- the running backward -----------------------------------------------------------------------------------------
 
 graph_task_id: Callable[[], int] = _C._current_graph_task_id
-_keep_graph: Callable[[], bool] = _autograd._get_current_graph_task_keep_graph
+keeps_graph: Callable[[], bool] = _autograd._get_current_graph_task_keep_graph
+"""Whether the running backward call was asked to retain its graph. To be asked within one."""
 
 
 def in_backward() -> bool:
@@ -66,7 +67,7 @@ def in_backward() -> bool:
 
 def graph_is_kept() -> bool:
     """Whether the running backward call was asked to retain its graph. False outside of backward."""
-    return in_backward() and _keep_graph()
+    return in_backward() and keeps_graph()
 
 
 def will_run(node: Any) -> bool:
@@ -81,10 +82,9 @@ current_node: Callable[[], Any] = _C._current_autograd_node
 """The autograd node that runs now on this thread, or None outside of backward."""
 
 
-def after_backward(callback: Callable[[], None]) -> None:
-    """Run `callback` when the running backward call has ended."""
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(callback)
+_engine: Any = cast("Any", torch.autograd.Variable)._execution_engine
+after_backward: Callable[[Callable[[], None]], None] = _engine.queue_callback
+"""Runs a function when the running backward call has ended."""
 
 
 _MOST_NODES = 10_000  # to look at before giving up
@@ -271,14 +271,17 @@ class _Beneath:
 _BENEATH = (_Beneath(), None)
 
 
-def see_through(pack: _Pack) -> _Pack:
-    """Marks a pack hook as torch 2.14 marks its own: the user's are those beneath it.
+SEE_THROUGH: dict[str, Any] = {"_checkpoint_internal": True, "_user_hooks": _BENEATH}
+"""Attributes that mark a pack hook as torch 2.14 marks its own: the user's are those beneath it.
 
-    The selective contexts of `torch.utils.checkpoint` store tensors outside the graph. They pass them through the
-    user's saved-tensor hooks if asked to, else they warn that they do not; neither is meant for a hook of ours.
-    """
-    marked: Any = pack
-    marked._checkpoint_internal, marked._user_hooks = True, _BENEATH
+The selective contexts of `torch.utils.checkpoint` store tensors outside the graph. They pass them through the
+user's saved-tensor hooks if asked to, else they warn that they do not; neither is meant for a hook of ours.
+"""
+
+
+def see_through(pack: _Pack) -> _Pack:
+    """Marks a pack hook as one of this library's, with `SEE_THROUGH`."""
+    pack.__dict__.update(SEE_THROUGH)
     return pack
 
 

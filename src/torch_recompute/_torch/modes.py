@@ -1,4 +1,4 @@
-"""What decides how an operation runs: autocast, the kernels that are allowed, precision, and the ambient modes.
+"""The settings that decide how an operation runs: autocast, allowed kernels, precision, and the ambient modes.
 
 Each flag is a getter and the setter that takes what it returned. Which kernels a process prefers is also set by torch
 itself while it runs: the first attention on a Hopper GPU puts cuDNN at the head of the SDPA priority order.
@@ -22,7 +22,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.overrides as _overrides
@@ -142,20 +142,16 @@ _OLDER: list[Flag] = [
     *_flag("cudnn_allow_tf32"),
 ]
 _get_flags = [get for get, _ in _FLAGS]
-_get_orders = [(_get_flags.index(get), get) for get, _ in _flag("sdp_priority_order")]
 _get_older = [get for get, _ in _OLDER]
 _tree = slice(len(_FLAGS) - len(_PRECISIONS), len(_FLAGS))
 _refused: dict[tuple[Any, ...], set[int]] = {}  # by state of the tree: who of the older interface has no word for it
 
 
 def _older(tree: tuple[Any, ...]) -> list[Any]:
-    """The setting of the tree by the older interface; None where that refuses to tell."""
+    """The setting of the tree by the older interface, which refuses to tell some of it: None there."""
     refused = _refused.get(tree)
     if refused is None:
-        try:
-            return [*map(_call, _get_older)]
-        except RuntimeError:
-            refused = _refused[tree] = {n for n, get in enumerate(_get_older) if _answer(get) is None}
+        refused = _refused[tree] = {n for n, get in enumerate(_get_older) if _answer(get) is None}
     return [None if number in refused else _answer(get) for number, get in enumerate(_get_older)]
 
 
@@ -172,16 +168,18 @@ _call: Callable[[Callable[[], Any]], Any] = getattr(operator, "call", lambda fn:
 def settings() -> list[Any]:
     """Reads what decides how an operation runs: autocast, SDPA backends, cuDNN, precision; then the ambient modes."""
     values = [*map(_call, _get_flags)]
-    values.append(_older(tuple(values[_tree])))
+    tree = tuple(values[_tree])
+    try:
+        values.append([*map(_call, _get_older)] if tree not in _refused else _older(tree))
+    except RuntimeError:
+        values.append(_older(tree))
     if _count_function_modes() or _count_dispatch_modes():
         values += [function_modes(), tuple(_get_current_dispatch_mode_stack())]
     return values
 
 
-def update_kernels(values: list[Any]) -> None:
-    """Takes into `values`, from `settings`, the order in which the process now tries kernels of attention."""
-    for place, get in _get_orders:
-        values[place] = get()
+KERNEL_ORDERS = [(_get_flags.index(get), get) for get, _ in _flag("sdp_priority_order")]
+"""Where among the settings the order is in which the process tries kernels of attention, and its getter."""
 
 
 def split_settings(values: Sequence[Any]) -> tuple[Sequence[Any], tuple[Any, ...], tuple[Any, ...]]:
@@ -208,15 +206,13 @@ transforming: Callable[[], Any] = _C._functorch.maybe_current_level
 
 
 class ComputedWeights:
-    """What `parametrize.cached()` has computed, as a state that a replay finds as the forward found it."""
+    """The cache of `parametrize.cached()`, as a state that a replay finds as the forward found it."""
 
-    @staticmethod
-    def cached() -> bool:
-        """Whether this is in such a block."""
-        return parametrize._cache_enabled > 0
+    cached = staticmethod(partial(vars(parametrize).__getitem__, "_cache_enabled"))
+    """How many such blocks this is in."""
 
     def capture(self) -> tuple[int, dict[Any, Any]]:
-        """How many blocks are entered, and what has been computed by now."""
+        """Returns how many blocks are entered, and what has been computed by now."""
         return parametrize._cache_enabled, dict(parametrize._cache)
 
     def restore(self, value: tuple[int, dict[Any, Any]]) -> None:
@@ -224,19 +220,13 @@ class ComputedWeights:
         parametrize._cache_enabled, parametrize._cache = value[0], dict(value[1])
 
 
-R = TypeVar("R")
-_compiler_at_work: Callable[[], Any] = _C._dynamo.eval_frame.get_eval_frame_callback
-
-
-def eagerly(fn: Callable[..., R], *args: Any) -> R:
-    """Calls `fn(*args)` so that torch.compile does not see it, as when compiled autograd opens what was saved."""
-    if torch.compiler.is_dynamo_compiling() or _compiler_at_work() is not None:
-        return _unseen(fn, *args)
-    return fn(*args)
+compiler_at_work: Callable[[], Any] = _C._dynamo.eval_frame.get_eval_frame_callback
+"""What compiles the functions that this thread calls; None for nothing."""
 
 
 @torch._disable_dynamo
-def _unseen(fn: Callable[..., Any], *args: Any) -> Any:
+def unseen(fn: Callable[..., Any], *args: Any) -> Any:
+    """Calls `fn(*args)` so that torch.compile does not see it, as when compiled autograd opens what was saved."""
     return fn(*args)
 
 

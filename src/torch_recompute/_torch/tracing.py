@@ -57,7 +57,7 @@ class _InChain:
 
 
 class _Tags(NamedTuple):
-    """What the contexts of one kind of call are made of; pickled, as for a key of a cache, it is its name alone."""
+    """The parts of the contexts of one kind of call; pickled, as for a key of a cache, it is its name alone."""
 
     name: Callable[[], str]
     begin: Callable[[], Saves]

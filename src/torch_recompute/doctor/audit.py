@@ -274,12 +274,13 @@ class _FullReplay(Replay):
     __slots__ = ("stopped",)
 
     def __init__(self, call: RegionCall) -> None:
-        super().__init__(call, (), None)
+        super().__init__(call, ())
+        self._stop, self._last = None, -1
         self.stopped = False
 
     def go(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Runs the function under hooks that only count; saved calls that keep no output are run again."""
-        unread = list(_unread(self.trace))
+        unread = list(_unread(self.record))
         for record in unread:
             record.read = True
         _torch.push_hooks(self.pack, unpack)
@@ -371,7 +372,7 @@ def run_again(
 
         try:
             with _replaying(run), _disturbed(tensors, noise):
-                call._state.run(call.name, go)  # pyright: ignore[reportPrivateUsage]
+                call.replay_state.run(call.name, go)
         except Exception as error:
             second.error = error.with_traceback(None)
         second.ended_early = run.stopped
@@ -397,7 +398,8 @@ def _inputs_again(
     """
     call = first.call
     try:
-        call._state.check(call.name)  # pyright: ignore[reportPrivateUsage]
+        if call.replay_state.reached is not None:
+            call.replay_state.reached.check(call.name)
         call.inputs.check(call.name)
     except errors.ChangedError as error:
         second.changed = error
@@ -629,7 +631,7 @@ class _Rows:
             whole("fails", f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", FAILS)
 
     def _compare(self, first: RegionRun, second: SecondRun) -> None:
-        record = first.call.trace
+        record = first.call.record
         asks = any(_ASKING.intersection(code.co_names) for code, _ in first.scopes.values())
         shorter = second.error is not None or second.ended_early or asks or (record is not None and bool(record.values))
         found = first_divergence(first.ops, second.ops, shorter)

@@ -160,9 +160,9 @@ class Accounts(Observer):
             account.attention_flops += flops
             account.attention_bytes += sum(int(storage.nbytes()) for _, storage in ran.made)
 
-    def dropped(self, frame: Any, tensor: torch.Tensor) -> None:
+    def dropped(self, region_call: Any, tensor: torch.Tensor) -> None:
         """Counts the memory of a tensor that a region drops, once, with the outermost region around it."""
-        top = self._tops.get(frame)
+        top = self._tops.get(region_call)
         if top is not None:
             top.account.dropped_bytes += top.dropped.add(tensor)
 

@@ -1,4 +1,4 @@
-"""What a region's function was given: the arguments of one call, taken apart and put together again.
+"""The arguments of one call of a region, taken apart and put together again.
 
 A region is called twice with "the same" arguments, the second time long after the first. Between the two the caller
 may have emptied a list that was passed, popped a key from a dict or replaced an element. So a call is taken apart
@@ -35,9 +35,10 @@ class Call:
         leaves: The flat list; a container is replaced by a `Subtree`.
         tensors: Where in `leaves` the tensors are.
         others: Where in `leaves` there is something that is neither a tensor nor a plain value.
+        flat: Whether the leaves are the arguments: there are no keywords, and no containers.
     """
 
-    __slots__ = ("_nested", "keywords", "leaves", "others", "positional", "tensors")
+    __slots__ = ("_nested", "flat", "keywords", "leaves", "others", "positional", "tensors")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.leaves = leaves = [*args, *kwargs.values()] if kwargs else list(args)
@@ -61,6 +62,7 @@ class Call:
                 leaves.extend(elements)
             else:
                 self.others = (*self.others, i)
+        self.flat = not (self._nested or kwargs)
 
     def arguments(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
         """Puts `leaves` (as long as `self.leaves`) together into fresh `args, kwargs`."""

@@ -40,17 +40,14 @@ class Task:
     Attributes:
         id: PyTorch's number of the call.
         kept: Whether it was asked to retain its graph.
-        frames: The region calls to notify when it ends.
+        region_calls: The region calls to notify when it ends.
         split: Whether it was seen to leave out a part of the graph that it was asked to retain.
     """
 
-    __slots__ = ("frames", "id", "kept", "split")
-
-    def __init__(self, number: int) -> None:
-        self.id = number
-        self.kept = _torch.graph_is_kept()
-        self.frames: list[weakref.ref[Ending]] = []
-        self.split = False
+    split = False
+    id: int
+    kept: bool
+    region_calls: list[weakref.ref[Ending]]
 
 
 class _Running(threading.local):
@@ -64,15 +61,16 @@ def this_task() -> Task:
     """The running backward call. To be asked within one."""
     now, task = _torch.graph_task_id(), _running.task
     if task is None or task.id != now:
-        started = task = _running.task = Task(now)
+        started = task = _running.task = Task()
+        task.id, task.kept, task.region_calls = now, _torch.keeps_graph(), []
 
         def end() -> None:
             last = _running.task  # another than the one started, if a backward inside this one came in between
             split = started.split or (last is not None and last.id == now and last.split)
-            for ref in started.frames:  # on whichever thread the call ends: with several devices there are several
-                frame = ref()
-                if frame is not None:
-                    frame.end(started.kept, split)
+            for ref in started.region_calls:  # on whichever thread the call ends: several devices have several
+                region_call = ref()
+                if region_call is not None:
+                    region_call.end(started.kept, split)
 
         _torch.after_backward(end)
     return task

@@ -1,6 +1,6 @@
-"""What a region's function reaches besides its arguments, since a replay reads it again.
+"""The closure scan: everything a region's function reaches besides its arguments, since a replay reads it again.
 
-The closure scan finds a closure's cells, the object of a bound method, the parts of a `functools.partial`, the globals
+It finds a closure's cells, the object of a bound method, the parts of a `functools.partial`, the globals
 that the function names, and the modules among all these. What cannot be seen (attributes of plain objects below the
 first level, globals used by functions that the function calls) is not guarded, and the manual says so.
 
@@ -17,7 +17,6 @@ object. Design note 015 says what that costs.
 from __future__ import annotations
 
 import collections
-import contextlib
 import dis
 import enum
 import functools
@@ -36,7 +35,7 @@ from .arguments import PLAIN
 
 
 class _Code(NamedTuple):
-    """What a code object does, found once: the globals it names and the cells it writes."""
+    """The globals that a code object names and the cells that it writes, found once."""
 
     names: tuple[str, ...]
     writes: frozenset[str]
@@ -140,7 +139,7 @@ class Captured(NamedTuple):
     training: bool
 
     def label(self) -> str:
-        """How errors call it."""
+        """Returns its name, for errors."""
         return f"{self.kind} '{self.name}' of {self.owner.__name__}" if self.kind else self.name
 
 
@@ -223,7 +222,7 @@ def _write(entries: dict[str, Any], then: dict[str, Any], whole: bool = True) ->
 
 
 class Snapshot:
-    """What the modules below one hold: their parameters, buffers, children and attributes, each by its identity.
+    """The contents of the modules below one: their parameters, buffers, children and attributes, each by its identity.
 
     Attributes:
         modules: The modules, the root first.
@@ -262,14 +261,6 @@ class Snapshot:
             return all(map(operator.is_, now, self.then))
         except KeyError:
             return False
-
-    def weights(self) -> list[Any]:
-        """The parameters, and None where one is missing."""
-        return self.then[self.scan.weights]
-
-    def buffers(self) -> bool:
-        """Whether there are any."""
-        return self.scan.children > self.scan.weights.stop
 
     def hooks(self) -> list[dict[Any, Any]]:
         """The dictionaries that hold forward hooks, of the modules that have some."""
@@ -316,7 +307,7 @@ class Snapshot:
             _write(entries, then, whole)
 
     def keep(self) -> list[Undo]:
-        """What makes the modules hold again what they hold now."""
+        """Returns calls that make the modules hold again what they hold now."""
         return [
             (_write, entries, dict(entries) if whole else {key: entries[key] for key in then}, whole)
             for entries, then, whole in self._pairs()
@@ -324,7 +315,7 @@ class Snapshot:
 
 
 class Contents:
-    """What a container or a config holds, each entry by its identity; of a large one only the number of entries.
+    """The entries of a container or a config, each entry by its identity; of a large one only the number of entries.
 
     A large list or dict that has grown loses what is new for a replay; other changes of large ones cannot be undone.
 
@@ -343,7 +334,7 @@ class Contents:
         self.then = self.now()
 
     def now(self) -> Values:
-        """What it holds."""
+        """Returns the entries that it holds."""
         inside: Any = self._inside
         if self.large:
             return [len(inside)]
@@ -363,7 +354,7 @@ class Contents:
         return self.large and len(self._inside) < self.then[0]
 
     def _new(self) -> list[Any]:
-        """What a large list or dict holds beyond what it held."""
+        """Returns what a large list or dict holds beyond what it held."""
         inside: Any = self._inside
         return [*itertools.islice(inside.items() if isinstance(inside, dict) else inside, self.then[0], None)]
 
@@ -394,7 +385,7 @@ class Contents:
         (inside.update if isinstance(inside, set) else inside.extend)(values)
 
     def keep(self) -> list[Undo]:
-        """What makes it hold again what it holds now."""
+        """Returns calls that make it hold again what it holds now."""
         return [(self._regrow, self._new())] if self.large else [(self._put, self.now())]
 
 
@@ -414,6 +405,7 @@ class _Scan:
         ids: The identities of the children.
         own, children: Where among the values those of the tables, and the children, begin.
         weights: Where the parameters are.
+        buffers: Whether there are any.
         tensors: Where tensors are that are plain attributes.
         holds: Where tensors, generators, containers and configs are, and what errors call them.
         managed: Which modules belong to a wrapper of torch.distributed (FSDP), which tracks forward and backward by its
@@ -421,7 +413,7 @@ class _Scan:
     """
 
     __slots__ = (
-        *("children", "getters", "holds", "ids", "keys", "kinds", "managed", "names", "own", "refs", "root"),
+        *("buffers", "children", "getters", "holds", "ids", "keys", "kinds", "managed", "names", "own", "refs", "root"),
         *("sizes", "tensors", "weights"),
     )
 
@@ -441,6 +433,7 @@ class _Scan:
         self.own = len(values)
         self.weights = slice(self.own, self.own + sum(sizes[: len(modules)]))
         self.children = self.own + sum(sizes[: 2 * len(modules)])
+        self.buffers = self.children > self.weights.stop
         self.ids = [*map(id, _flat(map(values_of, tables[2 * len(modules) :])))]
         inside = {id(m) for wrapper in modules if _tracks_phases(wrapper) for m in wrapper.modules()}
         self.managed = [id(module) in inside for module in modules]
@@ -473,11 +466,13 @@ def _forget(key: int, ref: Any) -> None:
 
 
 def snapshot(root: nn.Module) -> Snapshot:
-    """What the modules below `root` hold now, itself first."""
+    """Reads what `root` and the modules below it hold now."""
     scan = _scans.get(id(root))
     if scan is not None and scan.root() is root:
-        with contextlib.suppress(LookupError):
+        try:
             return Snapshot(scan)
+        except LookupError:
+            pass  # it has changed since it was scanned
     scan = _scans[id(root)] = _Scan(root)
     return Snapshot(scan)
 
@@ -491,24 +486,11 @@ class Captures:
         contents: What the containers and configs hold that are attributes of modules.
         generators: `torch.Generator`s in closures and globals, and held by modules.
         tensors: Tensors that closure cells hold, in order.
+        others: Further tensors that belong to no module, with what errors call them.
         whole: How many of the modules belong to the function itself, not merely to its closure; they come first.
     """
 
     whole = 0
-
-    @classmethod
-    def of(cls, module: nn.Module, whole: bool) -> Captures:
-        """What one module reaches: the short way, since most regions are modules."""
-        found = cls.__new__(cls)
-        found.template = module
-        seen = snapshot(module)
-        found.modules, found.snapshots = seen.modules, [seen]
-        found.generators, found.contents, found.tensors, found._names, found._others = [], [], [], [], []
-        if seen.scan.holds:
-            found._look_into(seen, {})
-        if whole:
-            found.whole = len(found.modules)
-        return found
 
     def __init__(self, fn: Callable[..., Any], modules: Sequence[torch.nn.Module] = ()) -> None:
         self.modules: Sequence[torch.nn.Module] = ()
@@ -517,7 +499,7 @@ class Captures:
         self.generators: list[torch.Generator] = []
         self.tensors: list[torch.Tensor] = []
         self._names: list[str] = []
-        self._others: list[tuple[str, torch.Tensor]] = []
+        self.others: list[tuple[str, torch.Tensor]] = []
         seen: dict[int, Any] = {}
         self.template = self._function(fn, seen)
         for module in modules:
@@ -526,10 +508,10 @@ class Captures:
     @property
     def empty(self) -> bool:
         """Whether nothing was found that a replay depends on."""
-        return not (self.modules or self.generators or self._others or isinstance(self.template, (Held, _Partial)))
+        return not (self.modules or self.generators or self.others or isinstance(self.template, (Held, _Partial)))
 
     def keep(self) -> list[Undo]:
-        """What makes the modules hold again what they hold now; for `undo`."""
+        """Returns calls, for `undo`, that make the modules hold again what they hold now."""
         return [one for place in (*self.snapshots, *self.contents) for one in place.keep()]
 
     def buffers(self) -> Iterator[dict[str, torch.Tensor | None]]:
@@ -537,10 +519,6 @@ class Captures:
         for module in self.modules:
             if module._buffers:  # pyright: ignore[reportPrivateUsage]
                 yield module._buffers  # pyright: ignore[reportPrivateUsage]
-
-    def others(self, cells: bool) -> bool:
-        """Whether there are tensors that belong to no module (`cells`: those in closure cells counted)."""
-        return bool(self._others or (cells and self.tensors))
 
     def mutable(self, cells: bool) -> Iterator[Captured]:
         """Buffers, and tensors without grad in closures (`cells`)."""
@@ -572,7 +550,7 @@ class Captures:
     def _named(self, cells: bool) -> Iterator[tuple[str, torch.Tensor]]:
         if cells:
             yield from zip(self._names, self.tensors, strict=True)
-        yield from self._others
+        yield from self.others
 
     # --- looking --------------------------------------------------------------------------------------------------
 
@@ -637,7 +615,7 @@ class Captures:
         elif isinstance(value, torch.Tensor):
             if id(value) not in seen:
                 seen[id(value)] = value
-                self._others.append((name, value))
+                self.others.append((name, value))
         elif type(value) is torch.Generator:
             self.generators.append(value)
         elif type(value) in _FOLLOWED and id(value) not in seen:
@@ -687,7 +665,7 @@ _FOLLOWED = frozenset({list, tuple, dict, types.FunctionType, types.MethodType, 
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """What a container or function that a closure holds holds in turn."""
+    """Yields the elements of a container or a function."""
     if isinstance(value, types.FunctionType):
         yield from map(_contents, value.__closure__ or ())
     elif isinstance(value, types.MethodType):
@@ -722,25 +700,32 @@ def rebuild(template: Any, tensors: Sequence[torch.Tensor]) -> Callable[..., Any
 def reach(
     fn: Callable[..., Any], modules: Sequence[torch.nn.Module] = (), owner: nn.Module | None = None
 ) -> Captures | None:
-    """What `fn` and the `modules` passed to it reach; None where that is nothing.
+    """Finds what `fn` and the `modules` passed to it reach; None where that is nothing.
 
     Args:
         fn: The function.
         modules: Modules among its arguments.
         owner: The module that is known to be all that it reaches, though not all of it may be read.
     """
+    root = fn if owner is None else owner
     if not modules:
-        if owner is not None:
-            return Captures.of(owner, whole=False)
-        if isinstance(fn, nn.Module):
-            return Captures.of(fn, whole=True)
+        if isinstance(root, nn.Module):  # the short way, since most regions are modules
+            found = Captures.__new__(Captures)
+            seen = snapshot(root)
+            found.template, found.modules, found.snapshots = root, seen.modules, [seen]
+            found.tensors, found.contents, found.generators, found.others, found._names = [], [], [], [], []  # pyright: ignore[reportPrivateUsage]
+            if seen.scan.holds:
+                found._look_into(seen, {})  # pyright: ignore[reportPrivateUsage]
+            if owner is None:
+                found.whole = len(seen.modules)
+            return found
         if isinstance(fn, types.FunctionType):
             simple = not (fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__)
             if simple and not _look(fn.__code__, fn.__globals__).names:
                 return None
         elif isinstance(fn, _SIMPLE):
             return None
-    found = Captures(fn if owner is None else owner, modules)
+    found = Captures(root, modules)
     if owner is not None:
         found.whole = 0
     return None if found.empty else found

@@ -73,9 +73,9 @@ class Discard:
     def __init__(self, options: Options, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         outer = thread.run
         # not stopped early: the work after its last slot is needed too, the result
-        self._frame = RegionCall(options._replace(early_stop=False), fn, args, kwargs, outer)
-        inside = self._frame.inputs.storages
-        self.result = self._frame.forward(fn, args, kwargs, outer)
+        self._region_call = RegionCall(options._replace(early_stop=False), fn, args, kwargs, outer)
+        inside = self._region_call.inputs.storages
+        self.result = self._region_call.forward(fn, args, kwargs, outer)
         self._late: list[weakref.ref[DeferredInput]] = []
         self._tensors = _torch.tensors_in(self.result)
         self._places: dict[int, int] = {}  # by storage, which of the tensors it is of
@@ -107,8 +107,8 @@ class Discard:
                 for then, tensor in zip(self._versions, self._tensors, strict=True):
                     if tensor._version != then:
                         raise errors.ChangedError(
-                            f"the output of {self._frame.name} has been changed in place since (version {then} then, "
-                            f"{tensor._version} now), so what would be rebuilt is not what its consumers saved.\n"
+                            f"the output of {self._region_call.name} has been changed in place since (version {then} "
+                            f"then, {tensor._version} now), so what would be rebuilt is not what its consumers saved.\n"
                             "  Change a copy (h = h * 2, not h.mul_(2)), or do it inside the function that is "
                             "recomputed."
                         )
@@ -130,15 +130,15 @@ class Discard:
     def _end(self) -> None:
         for storage in self._places:
             waiting.results.pop(storage, None)
-        del self._frame, self._tensors, self._nodes, self.result
+        del self._region_call, self._tensors, self._nodes, self.result
 
     def _replace(self, nodes: list[Any]) -> None:
-        frame, tensors = self._frame, self._tensors
-        results = frame.later = Results(frame.name, (0, 0), tensors)
+        region_call, tensors = self._region_call, self._tensors
+        results = region_call.later = Results(region_call.name, (0, 0), tensors)
 
         def slot_for(tensor: torch.Tensor) -> Slot | None:
             index = self._places.get(storage_id(tensor))
-            return None if index is None else results.slot(self._frame, tensor, index, self._tensors[index])
+            return None if index is None else results.slot(self._region_call, tensor, index, self._tensors[index])
 
         for node in nodes:
             graphs.replace_saved(node, slot_for, unpack)
@@ -147,7 +147,7 @@ class Discard:
             if late is not None and late.tensor is not None:
                 late.give(slot_for(late.tensor))
         if not results.needed:
-            frame.later = None
+            region_call.later = None
 
     def _between(self, hook: torch.Tensor) -> Iterator[Any]:
         """The nodes from `hook` down to the results."""
@@ -162,4 +162,4 @@ class Discard:
                     todo.extend(following for following, _ in node.next_functions)
                     yield node
         if seen.isdisjoint(self._nodes) or hook.grad_fn in self._nodes:
-            raise errors.ArgumentError(_not_a_consumer(self._frame.name, hook, hook.grad_fn in self._nodes))
+            raise errors.ArgumentError(_not_a_consumer(self._region_call.name, hook, hook.grad_fn in self._nodes))

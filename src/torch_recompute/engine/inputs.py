@@ -35,22 +35,12 @@ class _Detached:
     """An input that is part of a graph, held without it."""
 
     __slots__ = ("tensor",)
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-    def open(self) -> torch.Tensor:
-        return self.tensor.detach().requires_grad_()
+    tensor: torch.Tensor
 
 
+_ORDINARY = frozenset({torch.Tensor, torch.nn.Parameter})
 _is_view = operator.methodcaller("_is_view")
 _attributes_of: Callable[[torch.Tensor], dict[str, Any]] = operator.attrgetter("__dict__")
-
-
-def _open(held: Any) -> torch.Tensor:
-    if type(held) is _Detached or type(held) is Kept:
-        return held.open()
-    return held if held.requires_grad else held.detach()  # what the replay does to it must not stay
 
 
 class Around(Hooks):
@@ -65,13 +55,14 @@ class Inputs:
     """The tensors among a call's arguments, then those in the cells of its function's closure.
 
     Attributes:
+        given: The tensors themselves, while the forward runs.
         ids: Identity and version of each while the forward runs; empty where a store keeps copies.
         views: Whether a tensor that is no view of an input may have the memory of one, since an input is a view itself.
     """
 
     __slots__ = (
-        *("_attributes", "_call", "_given", "_held", "_shared", "_spoiled", "_storages", "_store", "_versions"),
-        *("ids", "views"),
+        *("_attributes", "_call", "_held", "_shared", "_spoiled", "_storages", "_store", "_versions"),
+        *("given", "ids", "views"),
     )
 
     def __init__(self, call: Call, cells: Sequence[torch.Tensor], store: Store | None, region: str) -> None:
@@ -80,7 +71,8 @@ class Inputs:
         self._spoiled: tuple[int, int] | None = None
         self._storages: set[int] | None = None
         leaves = call.leaves
-        self._given = given = [*map(leaves.__getitem__, call.tensors), *cells]
+        self.given: Sequence[torch.Tensor]
+        self.given = given = [*map(leaves.__getitem__, call.tensors), *cells]
         for i in call.tensors:
             leaves[i] = None
         self._versions = versions = [*map(version_of, given)]
@@ -91,11 +83,22 @@ class Inputs:
         if any(map(_attributes_of, given)):
             self._attributes = {n: dict(found) for n, found in enumerate(map(_attributes_of, given)) if found}
         self.views = any(map(_is_view, given))
-        hold = functools.partial(self._hold, region)
-        self._held: list[Any] = [*map(hold, given)] if not self._shared else self._each_once(given, hold)
+        self._held: list[Any] = []
+        if store is not None or self.views or self._shared or not _ORDINARY.issuperset(map(type, given)):
+            hold = functools.partial(self._hold, region)
+            self._held = [*map(hold, given)] if not self._shared else self._each_once(given, hold)
+            return
+        for tensor in given:  # as `_hold` does, for tensors that are no views
+            held: Any = tensor
+            if not tensor.requires_grad:
+                held = tensor.detach()
+            elif not tensor.is_leaf:
+                held = _Detached()
+                held.tensor = tensor.detach()
+            self._held.append(held)
 
     def _each_once(self, given: Sequence[torch.Tensor], hold: Callable[[torch.Tensor], Any]) -> list[Any]:
-        """What is held of tensors of which some are passed more than once: one tensor stays one."""
+        """Holds tensors of which some are passed more than once: one tensor stays one."""
         held: dict[int, Any] = {}
         for tensor in given:
             if id(tensor) not in held:
@@ -110,7 +113,11 @@ class Inputs:
         if self._store is not None:
             return tensor if is_parameter(tensor) else Kept(self._store, tensor, region)
         held = apart(tensor)
-        return _Detached(held) if held is not tensor and wants_grad(tensor) else held
+        if held is tensor or not wants_grad(tensor):
+            return held
+        detached = _Detached()
+        detached.tensor = held
+        return detached
 
     @property
     def storages(self) -> set[int]:
@@ -121,12 +128,11 @@ class Inputs:
         return self._storages
 
     def settle(self) -> None:
-        """After the forward: lets go of the tensors themselves."""
-        if self._store is not None:
-            for n, tensor in enumerate(self._given):
-                if tensor._version != self._versions[n]:
-                    self._spoiled = n, tensor._version
-        self._given = []
+        """After the forward: lets go of the tensors themselves, of which a store has copies."""
+        for n, tensor in enumerate(self.given):
+            if tensor._version != self._versions[n]:
+                self._spoiled = n, tensor._version
+        self.given = ()
 
     def forget(self) -> None:
         """Lets go of everything: there will be no replay."""
@@ -150,18 +156,25 @@ class Inputs:
 
     def open(self) -> tuple[Sequence[Any], dict[str, Any], Sequence[torch.Tensor], Container[int]]:
         """Returns a replay's arguments, keyword arguments and closure tensors, and ids that the graph may hold."""
-        if self._shared:
-            each = {id(held): held for held in self._held}
-            opened = {key: _open(held) for key, held in each.items()}
-            tensors = [opened[id(held)] for held in self._held]
-        else:
-            tensors = [_open(held) for held in self._held]
+        opened: dict[int, torch.Tensor] = {}  # by what is held: of one tensor that was passed twice one is made
+        tensors: list[torch.Tensor] = []
+        for held in self._held:
+            tensor = opened.get(id(held))
+            if tensor is None:
+                if type(held) is _Detached:
+                    tensor = held.tensor.detach().requires_grad_()
+                elif type(held) is Kept:
+                    tensor = held.open()
+                else:
+                    tensor = held if held.requires_grad else held.detach()  # what the replay does to it must not stay
+                opened[id(held)] = tensor
+            tensors.append(tensor)
         for n, found in self._attributes.items():
             _attributes_of(tensors[n]).update(found)
         leaves = list(self._call.leaves)
         for i, tensor in zip(self._call.tensors, tensors, strict=False):
             leaves[i] = tensor
-        args, kwargs = self._call.arguments(leaves)
+        args, kwargs = (leaves, {}) if self._call.flat else self._call.arguments(leaves)
         ids = set(map(id, tensors)) if self._store is None else ()
         return args, kwargs, tensors[len(self._call.tensors) :], ids
 

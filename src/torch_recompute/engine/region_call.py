@@ -32,7 +32,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.hooks import RemovableHandle
 
 from .. import _torch, errors, state
-from .._torch import parameter_of, storage_id, tracing
+from .._torch import devices, parameter_of, storage_id, tracing
 from .._torch.modes import ComputedWeights
 from .._torch.tensors import meta, say
 from ..observer import here, is_exhaustion, tell
@@ -84,29 +84,30 @@ def _more(region: str, expected: int) -> str:
 
 
 class Replay(Run):
-    """One replay of a frame: fills the slots that are still open, then stops."""
+    """One replay of a region call: fills the slots that are still open, then stops."""
 
     pack: Callable[..., Packed]
-    filled: int
+    replaying = True
+    filled = 0
+    _done, _unfinished, _last = False, -1, -1
     _fingerprints: Fingerprints | None = None
     _module_hook: RemovableHandle | None = None
     _borrowed: Sequence[tuple[Slot, torch.Tensor]] = ()
 
-    def __init__(self, frame: RegionCall, ids: Container[int], stop: Key | None, opened: Slot | None = None) -> None:
-        super().__init__(frame.name, frame.ambients)
-        self.read(frame.trace)
-        self._frame, self._opened = frame, opened
-        self._ids, self.filled, self._done, self._unfinished = ids, 0, False, -1
-        self._restored = frame.restored
-        self._stop = stop
-        self._last = stop[0] if stop is not None and stop[1] == math.inf else -1
-        if frame.fingerprints is not None:
+    def __init__(self, region_call: RegionCall, ids: Container[int], opened: Slot | None = None) -> None:
+        self.name, self.ambients, self.record = region_call.name, region_call.ambients, region_call.record
+        self._region_call, self._ids, self._opened = region_call, ids, opened
+        self._restored = region_call.replay_state.restored
+        self._stop = stop = region_call.need() if region_call.options.early_stop else None
+        if stop is not None and stop[1] == math.inf:
+            self._last = int(stop[0])
+        if region_call.fingerprints is not None:
             self._fingerprints = _new_fingerprints()
 
     def go(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Runs the function under the hooks, as far as it is needed."""
-        self.pack = self._packer()
-        _torch.push_hooks(self.pack, unpack)
+        self.pack = pack = self._packer()
+        _torch.push_hooks(pack, unpack)
         try:
             result = fn(*args, **kwargs)
         except Stop as stop:
@@ -115,22 +116,22 @@ class Replay(Run):
             return
         finally:
             _torch.pop_hooks()
-            del self.pack  # which refers to this replay
+            del self.pack, pack  # which refers to this replay
             if self._module_hook is not None:
                 self._module_hook.remove()
             if self._borrowed:  # before the world is put back, and running statistics with it
                 self._keep_borrowed()
             if self._fingerprints is not None:
                 self._fingerprints.flush()
-        expected = len(self._frame.slots)
+        expected = len(self._region_call.slots)
         if self.filled < expected and not self._done:
-            waiting = [slot for ref in self._frame.slots[self.filled :] if (slot := ref()) is not None]
+            waiting = [slot for ref in self._region_call.slots[self.filled :] if (slot := ref()) is not None]
             first = waiting[0] if waiting else None
             raise errors.MismatchError(_fewer(self.name, expected, self.filled, first))
-        if self._frame.later is not None:
+        if self._region_call.later is not None:
             results = _torch.tensors_in(result)
-            self._frame.later.check(self.name, results)
-            self._frame.later.fill(self.name, results, self._restored)
+            self._region_call.later.check(self.name, results)
+            self._region_call.later.fill(self.name, results, self._restored)
 
     def _keep_borrowed(self) -> None:
         """Fills slots with what will have other contents after the replay.
@@ -144,7 +145,7 @@ class Replay(Run):
             slot.tensor = tensor if changed else copy
 
     def saved(self) -> int:
-        """How many tensors autograd has saved by now."""
+        """Returns how many tensors autograd has saved by now."""
         return self.filled
 
     def skip(self, saved: int, records: int, children: int) -> bool:
@@ -153,7 +154,7 @@ class Replay(Run):
         The function might do the work all the same and fill the wrong slots, so from here on the replay does not stop
         early: it runs to its end, and the number of slots must come out exactly.
         """
-        if (saved, records, children) == (self.filled, self._record, self._child):
+        if (saved, records, children) == (self.filled, self._next_record, self._next_child):
             return True
         skipped = super().skip(saved, records, children)
         if skipped:
@@ -175,10 +176,10 @@ class Replay(Run):
     @tracing.as_it_is
     def _packer(self) -> Callable[..., Packed]:
         """The pack hook of the replay: fills the next slot. What it needs for every tensor is a local of its own."""
-        frame, ids, sequence_number = self._frame, self._ids, _torch.sequence_number
-        slots, count, check, kept = frame.slots, len(frame.slots), frame.options.check != "none", KEPT
-        special = bool(self._restored or self._fingerprints is not None or frame.streams)
-        recorded = frame.trace is not None
+        region_call, ids, sequence_number = self._region_call, self._ids, _torch.sequence_number
+        slots, kept, check = region_call.slots, KEPT, region_call.options.check != "none"
+        count, special = len(slots), bool(self._restored or self._fingerprints is not None or region_call.streams)
+        recorded = region_call.record is not None
 
         def pack(tensor: torch.Tensor, finished: bool = False) -> Packed:
             index = self.filled
@@ -197,7 +198,7 @@ class Replay(Run):
             slot = None
             if ref is not None:
                 slot = ref()
-            elif frame.complete:  # else for a backward inside its own forward, not there yet
+            elif region_call.complete:  # else for a backward inside its own forward, not there yet
                 raise errors.MismatchError(_more(self.name, count))
             if slot is not None:
                 if check and (slot.meta != meta(tensor) or id(tensor) in ids):
@@ -216,13 +217,14 @@ class Replay(Run):
                 self._module_hook = register_module_forward_hook(self._module_ends)
             return rebuilt
 
-        return _torch.see_through(pack)
+        pack.__dict__.update(_torch.SEE_THROUGH)
+        return pack
 
     def _fill(self, slot: Slot | None, index: int, tensor: torch.Tensor, rebuilt: torch.Tensor) -> None:
         """Fills a slot where there are streams, fingerprints or tensors that hold other contents after the replay."""
         borrowed = self._restored and storage_id(tensor) in self._restored
         if slot is not None:
-            slot.stream = _torch.stream_for(rebuilt) if self._frame.streams else None
+            slot.stream = _torch.stream_for(rebuilt) if self._region_call.streams else None
             if borrowed:
                 self._borrowed = [*self._borrowed, (slot, rebuilt)]
             else:
@@ -240,7 +242,7 @@ class Replay(Run):
         return without_history(self.pack(tensor, finished=True))
 
     def _differs(self, slot: Slot, index: int, tensor: torch.Tensor) -> None:
-        if slot.meta == meta(tensor) and self._frame.inputs.views:
+        if slot.meta == meta(tensor) and self._region_call.inputs.views:
             return  # of a view, compiled code saves an alias; a replay's inputs are leaves, which it saves as they are
         then, now = say(slot.meta), say(meta(tensor))
         if id(tensor) in self._ids:
@@ -255,7 +257,7 @@ class Replay(Run):
 
     def compare_values(self) -> None:
         """With `check="values"`, compares strides and bits of what was rebuilt with the forward's."""
-        then, now = self._frame.fingerprints, self._fingerprints
+        then, now = self._region_call.fingerprints, self._fingerprints
         if then is None or now is None:
             return
         found = then.difference(now)
@@ -263,14 +265,14 @@ class Replay(Run):
             index, was, new = found
             raise errors.MismatchError(
                 f"the replay of {self.name} saved a tensor with other values than its forward at position {index}; "
-                f"those before it are the same to the last bit.{_needed_by(self._frame.slots[index]())}\n"
+                f"those before it are the same to the last bit.{_needed_by(self._region_call.slots[index]())}\n"
                 f"      forward: {was}\n"
                 f"      replay:  {new}\n"
                 f"{errors.REASONS}"
             )
 
     def saved_call(self, record: SavedCall, inputs: Sequence[torch.Tensor]) -> None:
-        """Fills the slots of a saved call of this frame; the replay may end here."""
+        """Fills the slots of a saved call of this region call; the replay may end here."""
         record.fill(self.name, inputs, self._restored)
         if self._stop == record.key or not record.finished or record.dropped:
             raise Stop(self)
@@ -284,7 +286,7 @@ _END: Key = (math.inf, math.inf)
 
 
 class Options(NamedTuple):
-    """How a region is to be run.
+    """The options of a region.
 
     `owner` is the module that the function belongs to, where the caller knows it: nothing else is then looked for in
     the function. `tile` says whether the call is one tile of several.
@@ -307,6 +309,7 @@ class RegionCall(Run):
     Attributes:
         slots: For each tensor that autograd has saved in the region, in order, its slot, or `KEPT`.
         later: Slots outside of the region that are views of its results (`discard.py`), filled by its replays.
+        replays: Whether a replay may have something to do; where all that was saved is alive anyway, none ever runs.
         overrides: Decides about calls with a name in it.
         observers: Its observers; None without any.
     """
@@ -315,17 +318,17 @@ class RegionCall(Run):
     later: SavedCall | None = None
     fingerprints: Fingerprints | None = None
     streams: tuple[Any, ...] = ()
-    transient = complete = False
+    transient = complete = replays = False
     alive: Mapping[int, int] = _UNKNOWN
     _aliases: Mapping[int, torch.Tensor] = _NONE
     _contexts: contextlib.AbstractContextManager[Any] | None = None
+    _whole = True  # whether the function was not taken apart
     _nested: tuple[weakref.ref[RegionCall] | None, ...] = ()
 
     def __init__(
         self, options: Options, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], outer: Run | None
     ) -> None:
-        self.name, self.store, self.ambients, check = options.name, options.store, options.ambients, options.check
-        self.options = options
+        self.options, self.name, self.store, self.ambients = options, options.name, options.store, options.ambients
         if outer is not None:
             outer.event()
             if outer.replaying:
@@ -334,10 +337,10 @@ class RegionCall(Run):
         self.slots: list[weakref.ref[Slot]] = []
         self._ordinary = {torch.Tensor}  # classes of tensors that are looked at no further
         self._first, self._lock = _torch.sequence_number(), RLock()
-        if check == "values":
+        if options.check == "values":
             self.fingerprints = _new_fingerprints()
         call = Call(args, kwargs)
-        if _torch.in_use():
+        if devices.ACCELERATOR is not None and _torch.in_use():
             self.streams = _torch.streams_of(call.leaves[i] for i in call.tensors)
         owner = options.owner
         found = reach(fn, self._look_at(call) if call.others else (), owner)
@@ -345,14 +348,17 @@ class RegionCall(Run):
         self._template: Any = fn
         if found is not None:
             self._template, captured = found.template if owner is None else fn, found.tensors
+            self._whole = self._template is fn
             if found.generators and options.rng:
                 self.ambients = (*self.ambients, *map(state.GeneratorRng, found.generators))
         if self.store is None:
-            self.store = _ambient_store(outer)
-            if self.store is None and waiting.results:
+            hooks = _torch.ambient_hooks()
+            if hooks is not None:
+                self.store = _ambient_store(outer, hooks)
+            elif waiting.results:
                 self.store = store_for(self.name, [*(call.leaves[i] for i in call.tensors), *captured])
         ambients = (*self.ambients, ComputedWeights()) if ComputedWeights.cached() else self.ambients
-        self._state = ReplayState(found, ambients, cells=self.store is None)
+        self.replay_state = ReplayState(found, ambients, cells=self.store is None)
         thread.calls += 1
         self.inputs = Inputs(call, captured, self.store, self.name)
 
@@ -377,7 +383,7 @@ class RegionCall(Run):
     @property
     def restored(self) -> frozenset[int]:
         """The storages of tensors that hold other contents outside of the replay."""
-        return self._state.restored()
+        return self.replay_state.restored
 
     def alias(self, tensors: Iterable[torch.Tensor]) -> None:
         """Notes stored outputs of saved calls: while the forward runs, the graph may hold them directly.
@@ -389,24 +395,18 @@ class RegionCall(Run):
         if self.store is None:
             self._aliases = {**self._aliases, **{storage_id(tensor): tensor for tensor in tensors}}
 
-    def nested(self, frame: weakref.ref[RegionCall] | None) -> None:
+    def nested(self, region_call: weakref.ref[RegionCall] | None) -> None:
         """Notes a region that ended inside this one."""
-        self._nested = (*self._nested, frame)
+        self._nested = (*self._nested, region_call)
 
     # --- forward --------------------------------------------------------------------------------------------------
 
     def saved(self) -> int:
-        """How many tensors autograd has saved by now."""
+        """Returns how many tensors autograd has saved by now."""
         return len(self.slots)
 
-    @property
-    def replays(self) -> bool:
-        """Whether a replay may have something to do; where all that was saved is alive anyway, none ever runs."""
-        slots = self.slots
-        return slots.count(KEPT) < len(slots) or self.trace is not None or not self.options.early_stop
-
     def dropped(self, tensor: torch.Tensor) -> None:
-        """Notes what a saved call leaves to the replay."""
+        """Records what a saved call leaves to the replay."""
         if self.observers is not None:
             self.observers.dropped(self, tensor)
 
@@ -422,8 +422,12 @@ class RegionCall(Run):
         view of them is looked for only where there can be such: where an input is a view, or a saved call has returned
         a tensor that is kept.
         """
-        self.alive = {**self._state.versions(), **self.inputs.ids}
-        alive, add, new, ref, kept = self.alive.get, self.slots.append, Slot, weakref.ref, KEPT
+        reached = self.replay_state.reached
+        self.alive = known = {}
+        if reached is not None:
+            known.update(zip(map(id, reached.weights), reached.versions, strict=True))
+        known.update(self.inputs.ids)
+        alive, add, new, ref, kept = known.get, self.slots.append, Slot, weakref.ref, KEPT
         ordinary = self._ordinary
         bases = () if self.inputs.views else ordinary
         watched = self.fingerprints is not None or self.observers is not None
@@ -443,14 +447,14 @@ class RegionCall(Run):
                 add(kept)
                 return tensor.detach(), tensor._version
             slot = new()
-            slot.owner = self
-            slot.meta = meta(tensor)
+            slot.owner, slot.meta, slot.tensor = self, meta(tensor), None
             add(ref(slot))
             if watched:
                 self._watched(tensor)
             return slot
 
-        return _torch.see_through(pack)
+        pack.__dict__.update(_torch.SEE_THROUGH)
+        return pack
 
     def _watched(self, tensor: torch.Tensor) -> None:
         """Shows a tensor that is not kept to those who look on."""
@@ -470,58 +474,63 @@ class RegionCall(Run):
             fn = _within(before, fn)
         if self.observers is not None:
             fn = self.observers.around("forward", self.name, self, fn)
-        self.pack = self._packer()
-        _torch.push_hooks(self.pack, unpack)
+        self.pack = pack = self._packer()
+        _torch.push_hooks(pack, unpack)
         thread.run = self
         try:
             result = fn(*args, **kwargs)
         except BaseException as error:
-            self._state.forget()
+            self.replay_state.forget()
             if isinstance(error, RuntimeError):
                 tell(error, self.name, replaying=self.replaying)
             raise
         finally:
             thread.run = outer
             _torch.pop_hooks()
-            del self.pack  # which refers to this call
-            self.inputs.settle()
+            del self.pack, pack  # which refers to this call
+            if self.store is None:
+                self.inputs.given = ()
+            else:
+                self.inputs.settle()
             self.alive, self._aliases = _UNKNOWN, _NONE  # an identity means something while what it identifies is alive
         self.complete = True
         if self.fingerprints is not None:
             self.fingerprints.flush()
+        slots = self.slots
+        self.replays = slots.count(KEPT) < len(slots) or self.record is not None or not self.options.early_stop
         if self.replays:
-            self._state.settle()
-        else:  # nothing to rebuild; what the graph holds keeps the pack hook alive, and so this frame
-            self._state.forget()
+            self.replay_state.settle()
+        else:  # nothing to rebuild; what the graph holds keeps the pack hook alive, and so this call
+            self.replay_state.forget()
             self.inputs.forget()
-        if not self.replaying:
+        if (outer is not None or self.record is not None) and not self.replaying:
             self._settle(outer)
         return result
 
     def _settle(self, outer: Run | None) -> None:
-        if self.trace is not None:
-            mark_not_needed(self.trace, self._need() if self.options.early_stop else _END)
-            if self.trace.values:
+        if self.record is not None:
+            mark_not_needed(self.record, self.need() if self.options.early_stop else _END)
+            if self.record.values:
                 alive = [ref() is not None for ref in self.slots]
-                self.trace.live = alive, [ref is not None and ref() is not None for ref in self._nested]
-        hand_over(self.trace, outer, weakref.ref(self))
+                self.record.live = alive, [ref is not None and ref() is not None for ref in self._nested]
+        hand_over(self.record, outer, weakref.ref(self))
 
-    def _need(self) -> Key:
+    def need(self) -> Key:
         """The last moment of the forward that backward still waits for; `NEVER` if none."""
         last = len(self.slots) - 1
         while last >= 0 and self.slots[last]() is None:
             last -= 1
         need: Key = (last, math.inf) if last >= 0 else NEVER
-        if self.trace is None and self.later is None:
+        if self.record is None and self.later is None:
             return need
         later = (record.key for record in reversed(self._saved_calls()) if record.needed)
         return max(need, next(later, NEVER))
 
     def _saved_calls(self) -> Sequence[SavedCall]:
         later = () if self.later is None else (self.later,)
-        if self.trace is None:
+        if self.record is None:
             return later
-        return [*later, *(record for record in self.trace.records if isinstance(record, SavedCall))]
+        return [*later, *(record for record in self.record.records if isinstance(record, SavedCall))]
 
     # --- replay ---------------------------------------------------------------------------------------------------
 
@@ -588,27 +597,29 @@ class RegionCall(Run):
         asked = any(text in str(error) for text in _NO_HISTORY) or isinstance(error, (TypeError, AttributeError))
         if not asked or isinstance(error, errors.RecomputeError) or is_exhaustion(error):
             return False
-        found = [record for record in _calls_in(self.trace) if not record.repeated]
+        found = [record for record in _calls_in(self.record) if not record.repeated]
         for record in found:
             record.repeated = True
         return bool(found)
 
     def _replay(self, opened: Slot) -> int:
-        self._state.check(self.name)
+        if self.replay_state.reached is not None:
+            self.replay_state.reached.check(self.name)
         self.inputs.check(self.name)
         args, kwargs, cells, ids = self.inputs.open()
-        fn = rebuild(self._template, cells)
+        fn = self._template if self._whole else rebuild(self._template, cells)
         if self._contexts is not None:
             fn = _within(self._contexts, fn)
-        run = Replay(self, ids, self._need() if self.options.early_stop else None, opened)
+        run = Replay(self, ids, opened)
         if self.observers is not None:
             fn = self.observers.around("replay", self.name, run, fn)
         grad, outer, overrides, observers = torch.is_grad_enabled(), thread.run, thread.overrides, here.observers
         _torch.set_grad_enabled(True)
         thread.run, thread.overrides, here.observers = run, self.overrides, self.observers
         try:
-            self._state.run(self.name, run.go, fn, args, kwargs)
-            run.compare_values()
+            self.replay_state.run(self.name, run.go, fn, args, kwargs)
+            if self.fingerprints is not None:
+                run.compare_values()
             return run.filled
         except Read as read:
             give_values(self.name, read)
@@ -626,7 +637,7 @@ class RegionCall(Run):
         Where the graph is not retained, autograd empties their nodes. Else they live until they are read, or to the
         second half of this backward.
         """
-        if not _torch.in_backward():
+        if _torch.graph_task_id() == -1:
             self.transient = True
             self.release()
             return
@@ -636,7 +647,7 @@ class RegionCall(Run):
             self.transient, task.split = False, True
         else:
             self.transient = kept
-            task.frames.append(weakref.ref(self))
+            task.region_calls.append(weakref.ref(self))
 
     def let_go(self, slot: Slot, tensor: torch.Tensor) -> None:
         """Empties a slot that has been read, unless its node is to run once more, in another half of this backward."""
@@ -667,11 +678,11 @@ class RegionCall(Run):
 _NO_HISTORY = ("appears to not have been used in the graph", "does not require grad")
 
 
-def _calls_in(trace: CallRecord | None) -> Iterator[SavedCall]:
+def _calls_in(record: CallRecord | None) -> Iterator[SavedCall]:
     """The saved calls of a region's call and of those inside it."""
-    if trace is not None:
-        yield from (record for record in trace.records if isinstance(record, SavedCall))
-        for _, child in trace.children:
+    if record is not None:
+        yield from (entry for entry in record.records if isinstance(entry, SavedCall))
+        for _, child in record.children:
             yield from _calls_in(child)
 
 
@@ -692,45 +703,42 @@ def _within(context: contextlib.AbstractContextManager[Any], fn: Callable[..., A
     return inner
 
 
-def _ambient_store(outer: Run | None) -> Store | None:
-    """The saved-tensor hooks around a region, as its store; None where there are none."""
-    hooks = _torch.ambient_hooks()
-    if hooks is None:
-        return None
+def _ambient_store(outer: Run | None, hooks: tuple[Any, Any]) -> Store:
+    """The saved-tensor hooks around a region, as its store."""
     if isinstance(outer, (RegionCall, Replay)) and getattr(outer, "pack", None) == hooks[0]:
         return Around(outer.put, lend)
     return Hooks(*hooks)
 
 
 def hand_over(
-    trace: CallRecord | None, outer: Run | None, frame: weakref.ref[RegionCall] | None, key: Key | None = None
+    record: CallRecord | None, outer: Run | None, region_call: weakref.ref[RegionCall] | None, key: Key | None = None
 ) -> None:
-    """Gives a finished region's trace to the region around it, or drops what no replay will ever need.
+    """Gives a finished region's record to the region around it, or drops what no replay will ever need.
 
     `key` is the moment of the outer forward after which replays pass the region by: by default the present one.
     """
     if outer is not None:
-        outer.writing().children.append((outer.key() if key is None else key, trace))
+        outer.writing().children.append((outer.key() if key is None else key, record))
         if isinstance(outer, RegionCall):
-            outer.nested(frame)
-    elif trace is not None:
-        _drop_spare(trace)
+            outer.nested(region_call)
+    elif record is not None:
+        _drop_spare(record)
 
 
-def mark_not_needed(trace: CallRecord, need: Key) -> None:
+def mark_not_needed(record: CallRecord, need: Key) -> None:
     """Marks the slots at or after the last moment that backward waits for: replays of this region end before it."""
-    for record in trace.records:
-        if isinstance(record, SavedCall):
-            record.not_needed = record.key >= need
-    for key, child in trace.children:
+    for call in record.records:
+        if isinstance(call, SavedCall):
+            call.not_needed = call.key >= need
+    for key, child in record.children:
         if child is not None:
             child.not_needed = key >= need
 
 
-def _drop_spare(trace: CallRecord) -> None:
-    for record in trace.records:
-        if isinstance(record, SavedCall) and record.not_needed:
-            record.drop()
-    for _, child in trace.children:
+def _drop_spare(record: CallRecord) -> None:
+    for call in record.records:
+        if isinstance(call, SavedCall) and call.not_needed:
+            call.drop()
+    for _, child in record.children:
         if child is not None and child.not_needed:
             _drop_spare(child)

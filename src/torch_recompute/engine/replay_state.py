@@ -1,4 +1,4 @@
-"""What a replay finds as the forward found it: generators, settings, and the modules that the function reaches.
+"""The state that a replay finds as the forward found it: generators, settings, modules that the function reaches.
 
 A `ReplayState` is taken when a region is entered. Modules are found as the forward found them (`_Reached`): what each
 holds is read then and is compared, object by object, when the replay begins. What differs is put back, and after the
@@ -16,7 +16,6 @@ import functools
 import operator
 import threading
 from collections.abc import Callable, Generator, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -111,14 +110,14 @@ def _remove(hooks: dict[Any, Any], keys: Sequence[Any]) -> None:
 _is_there = functools.partial(operator.is_not, None)
 
 
-_same, _hooked, _is_large = operator.methodcaller("same"), operator.attrgetter("hooked"), operator.attrgetter("large")
+_same, _is_large = operator.methodcaller("same"), operator.attrgetter("large")
 
 
 _NOTHING_COPIED: tuple[TensorState, list[torch.Tensor]] = TensorState(), []
 
 
 def _held(seen: Captured) -> torch.Tensor:
-    """What may be held of a tensor: itself, where its module holds it anyway."""
+    """Returns what may be held of a tensor: itself, where its module holds it anyway."""
     return seen.tensor if seen.kind else apart(seen.tensor)
 
 
@@ -138,24 +137,33 @@ class _Reached:
     Attributes:
         weights: The modules' parameters. They are held as they are: the region's function holds them anyway.
         versions: Their versions.
+        places: What the modules hold, and the containers and configs that are their attributes.
+        unsettled: Whether the end of the forward has anything to forget or to take.
+        copies: Copies of the tensors that have other contents during a replay than outside of it.
     """
 
     __slots__ = (
-        *("_copies", "_hooks", "_large", "_late", "_made_late", "_modules", "_ordinary", "_places", "_snapshots"),
-        *("_state", "_watched", "_whole", "versions", "weights"),
+        *("_hooks", "_large", "_late", "_made_late", "_modules", "_ordinary", "_snapshots", "_state", "_watched"),
+        *("_whole", "copies", "places", "unsettled", "versions", "weights"),
     )
 
     def __init__(self, reach: Captures, cells: bool) -> None:
         self._modules = reach.modules
         self._whole = reach.whole
         self._snapshots = reach.snapshots
-        self._places: Sequence[Snapshot | Contents] = [*reach.snapshots, *reach.contents]
+        self.places: Sequence[Snapshot | Contents] = [*reach.snapshots, *reach.contents]
         self._large = [*filter(_is_large, reach.contents)]
         self._made_late = False  # whether the forward gives memory to parameters of a LazyModule
         self._hooks: _Hooks | None = None
-        if any(map(_hooked, reach.snapshots)):
+        weights: list[Any] = []
+        buffers = hooked = unsettled = False
+        for found in reach.snapshots:
+            scan = found.scan
+            weights += filter(_is_there, found.then[scan.weights])
+            buffers, hooked = buffers or scan.buffers, hooked or found.hooked
+            unsettled = unsettled or bool(scan.tensors)
+        if hooked:
             self._hooks = _Hooks([hooks for found in reach.snapshots for hooks in found.hooks()])
-        weights: list[Any] = [*filter(_is_there, chain.from_iterable(map(Snapshot.weights, reach.snapshots)))]
         self._ordinary = _ORDINARY.issuperset(map(type, weights))
         if not self._ordinary:
             lazy = [p for p in weights if type(p) in _LAZY]
@@ -165,9 +173,11 @@ class _Reached:
         self.versions = [*map(version_of, weights)]
         self._watched: list[tuple[Captured, int]] = []
         self._late: list[torch.Tensor] = []  # buffers of a LazyModule, to which its first call gives memory
-        self._state, self._copies = _NOTHING_COPIED
-        if reach.others(cells) or any(map(Snapshot.buffers, reach.snapshots)):
+        self._state, self.copies = _NOTHING_COPIED
+        others = bool(reach.others) or (cells and bool(reach.tensors))
+        if others or buffers:
             self._watch(reach, cells)
+        self.unsettled = others or buffers or hooked or unsettled or not self._ordinary
 
     def _watch(self, reach: Captures, cells: bool) -> None:
         copied: list[torch.Tensor] = []
@@ -185,22 +195,22 @@ class _Reached:
         )
         if copied:
             self._state = TensorState(*copied)
-            self._copies = self._state.capture()
+            self.copies = self._state.capture()
 
     def settle(self) -> None:
         if self._hooks is not None:
             self._hooks.settle()
-        if self._copies:
+        if self.copies:
             self._settle_copies()
         if self._late:  # they had no values before the forward; the replay may do to them what it likes
             self._state = TensorState(*self._state.tensors, *(tensor.detach() for tensor in self._late))
-            self._copies = [*self._copies, *copies(self._state.tensors[len(self._copies) :])]
+            self.copies = [*self.copies, *copies(self._state.tensors[len(self.copies) :])]
             self._late = []
         if self._watched and any(not seen.kind for seen, _ in self._watched):
             self._watched = [(seen._replace(tensor=_held(seen)), version) for seen, version in self._watched]
         if self._made_late:  # a LazyModule is not what it was before its first call
             again = [snapshot(found.modules[0]) for found in self._snapshots]
-            self._places = [*again, *self._places[len(again) :]]
+            self.places = [*again, *self.places[len(again) :]]
             self._snapshots = again
         for found in self._snapshots:
             if found.scan.tensors or not self._ordinary:
@@ -213,16 +223,17 @@ class _Reached:
         own = {id(seen.tensor) for seen, _ in self._watched if seen.kind}
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         restored: set[int] = set()
-        for tensor, copy in zip(self._state.tensors, self._copies, strict=True):
+        for tensor, copy in zip(self._state.tensors, self.copies, strict=True):
             if _small(tensor) or id(tensor) in changed:
                 kept.append((tensor if id(tensor) in own else tensor.detach(), copy))
                 restored.add(id(tensor))
             else:
                 _quiet[tensor] = None
-        self._state, self._copies = TensorState(*[t for t, _ in kept]), [c for _, c in kept]
+        self._state, self.copies = TensorState(*[t for t, _ in kept]), [c for _, c in kept]
         self._watched = [(seen, version) for seen, version in self._watched if id(seen.tensor) not in restored]
 
     def check(self, region: str) -> None:
+        """Before a replay: raises if a weight or buffer that the function reaches has been changed since."""
         for place in self._large:
             if place.lost():
                 raise errors.ChangedError(_changed_container(region, place))
@@ -244,25 +255,18 @@ class _Reached:
 
     def same(self) -> bool:
         """Whether the modules hold what they held, and neither hooks nor buffers have to be put back."""
-        if self._copies or (self._hooks is not None and self._hooks.differ):
+        if self.copies or (self._hooks is not None and self._hooks.differ):
             return False
-        return all(map(_same, self._places))
-
-    def undo(self) -> None:
-        """After a replay for which nothing had to be put back: undoes what it wrote."""
-        for place in self._places:
-            if not place.same():
-                with _exclusive:
-                    place.restore()
+        return all(map(_same, self.places))
 
     def restore(self, stack: contextlib.ExitStack) -> None:
         """Makes the modules, their hooks and buffers as the forward found them, until the stack is left."""
-        for place in self._places:
+        for place in self.places:
             stack.callback(undo, place.keep())
             place.restore()
-        if self._copies:
+        if self.copies:
             stack.callback(self._state.restore, self._state.capture())
-            self._state.restore(self._copies)
+            self._state.restore(self.copies)
         if self._hooks is not None:
             self._hooks.restore(stack)
 
@@ -271,15 +275,19 @@ class _Reached:
 
 
 class ReplayState:
-    """What one call of a region may depend on besides its arguments, taken when it is entered.
+    """The state that a region call may depend on besides its arguments, captured when it is entered.
 
     Args:
         reach: What the region's function reaches.
         ambients: Consumables: random generators and the user's `state=`.
         cells: Whether to watch the tensors in closure cells; not where a store keeps copies of them.
+
+    Attributes:
+        reached: What was found of the modules and tensors that the function reaches; None without any.
+        restored: The storages of the tensors that have other contents during a replay than outside of it.
     """
 
-    __slots__ = ("_consumed", "_context", "_cpu", "_reached", "_settings")
+    __slots__ = ("_consumed", "_context", "_cpu", "_settings", "reached", "restored")
 
     def __init__(self, reach: Captures | None, ambients: Sequence[Ambient], cells: bool) -> None:
         self._settings = _torch.settings()
@@ -291,11 +299,17 @@ class ReplayState:
         self._consumed: Sequence[tuple[Ambient, Any]] = ()
         if ambients:
             self._consumed = [(ambient, ambient.capture()) for ambient in ambients]
-        self._reached = _Reached(reach, cells) if reach is not None and (reach.modules or reach.others(cells)) else None
+        self.reached: _Reached | None = None
+        self.restored = _NOTHING
+        if reach is not None and (reach.modules or reach.others or (cells and reach.tensors)):
+            self.reached = reached = _Reached(reach, cells)
+            if reached.copies:
+                self.restored = reached.restored()
 
     def settle(self) -> None:
         """After the forward: forgets what it did not touch, and takes the kernels that it chose for good."""
-        _torch.update_kernels(self._settings)
+        for place, get in _torch.KERNEL_ORDERS:
+            self._settings[place] = get()
         if self._cpu is not None and _torch.same_bytes(self._cpu, _cpu_state()):
             self._cpu = None
         if self._consumed:
@@ -304,41 +318,30 @@ class ReplayState:
                 for ambient, before in self._consumed
                 if type(ambient) not in GENERATORS or not same(before, ambient.capture())
             ]
-        if self._reached is not None:
-            self._reached.settle()
+        if self.reached is not None and self.reached.unsettled:
+            self.reached.settle()
+            self.restored = self.reached.restored()
 
     def forget(self) -> None:
         """After a forward that has failed: lets go of everything."""
         self._cpu = None
         self._consumed = ()
-        self._reached = None
-
-    def versions(self) -> dict[int, int]:
-        """The version of each parameter that the modules of the function hold, by its identity."""
-        reached = self._reached
-        return {} if reached is None else dict(zip(map(id, reached.weights), reached.versions, strict=True))
-
-    def restored(self) -> frozenset[int]:
-        """The storages of the tensors that have other contents during a replay than outside of it."""
-        return _NOTHING if self._reached is None else self._reached.restored()
-
-    def check(self, region: str) -> None:
-        """Before a replay: raises if a weight or buffer that the function reaches has been changed since."""
-        if self._reached is not None:
-            self._reached.check(region)
+        self.reached = None
 
     def run(self, region: str, fn: Callable[..., Any], *args: Any) -> None:
-        """Calls `fn(*args)` with the world as it was taken, and puts the present one back afterwards."""
+        """Calls `fn(*args)` under the captured state, then restores the current one."""
         present = _torch.settings()
-        reached = self._reached
+        reached = self.reached
         context = self._context.copy()  # a context cannot be entered twice, and replays may nest
         consumed = self._consumed if self._cpu is None else [(CPU_RNG, self._cpu), *self._consumed]
         if not consumed and present == self._settings and (reached is None or reached.same()):
             try:
                 context.run(fn, *args)
             finally:
-                if reached is not None:
-                    reached.undo()
+                for place in () if reached is None else reached.places:
+                    if not place.same():  # what the replay wrote
+                        with _exclusive:
+                            place.restore()
             return
         with _exclusive, contextlib.ExitStack() as stack:
             for ambient, before in consumed:

@@ -7,7 +7,7 @@ that it advanced, so that random numbers drawn after the call are the same ones.
 values_unused, the output's layout alone is kept, and a replay gets a tensor without values
 (`engine/shape_only.py`).
 
-A record belongs to the trace of the innermost region. Replays of outer regions reach it as well and get the
+A saved call belongs to the record of the innermost region. Replays of outer regions reach it as well and get the
 same output, so a saved call runs once at any depth.
 """
 
@@ -57,7 +57,7 @@ class Unkept(NamedTuple):
 
 
 class Scope(Owner, Protocol):
-    """What a saved call asks of the region's forward that it is in."""
+    """The interface a saved call needs from the enclosing forward."""
 
     inputs: Inputs
     alive: Mapping[int, int]  # versions of its inputs and parameters by identity, while its forward runs
@@ -148,7 +148,7 @@ class SavedCall:
         if place is None:
             return None
         slot = Slot()
-        slot.owner, slot.meta = owner, meta(tensor)
+        slot.owner, slot.meta, slot.tensor = owner, meta(tensor), None
         self._views.append((weakref.ref(slot), index, place))
         return slot
 
@@ -297,7 +297,7 @@ class SavedCall:
         tensor: torch.Tensor,
         inputs: Sequence[torch.Tensor],
         versions: Sequence[int],
-        frame: Scope | None,
+        region_call: Scope | None,
         store: Store | None,
     ) -> Packed:
         """The pack hook of the call: sorts a tensor that autograd saves in it."""
@@ -306,25 +306,25 @@ class SavedCall:
             base = tensor
         if not (type(base) is type(tensor) is torch.Tensor) and (is_parameter(base) or is_parameter(tensor)):
             return tensor if tensor.is_leaf else tensor.detach(), tensor._version
-        if frame is not None and id(base) in frame.alive:
+        if region_call is not None and id(base) in region_call.alive:
             return tensor.detach(), tensor._version
-        if frame is not None:
-            for i in self._sources(tensor, base, inputs, frame):
+        if region_call is not None:
+            for i in self._sources(tensor, base, inputs, region_call):
                 if i is None:
                     return tensor.detach(), version_of(tensor)
-                slot = self.slot(frame, tensor, i, inputs[i]) if version_of(inputs[i]) == versions[i] else None
+                slot = self.slot(region_call, tensor, i, inputs[i]) if version_of(inputs[i]) == versions[i] else None
                 if slot is not None:
-                    frame.dropped(tensor)
+                    region_call.dropped(tensor)
                     return slot
         if store is None:
-            own = frame is not None and not tensor.requires_grad and storage_id(tensor) in frame.restored
+            own = region_call is not None and not tensor.requires_grad and storage_id(tensor) in region_call.restored
             held = tensor.clone() if own else tensor.detach()  # a replay changes the buffer, and puts it back
             return held, version_of(held)
         self._leaving.append(Kept(store, tensor.detach(), self.name, later=True))
         return self._leaving[-1]
 
     def _sources(
-        self, tensor: torch.Tensor, base: torch.Tensor, inputs: Sequence[torch.Tensor], frame: Scope
+        self, tensor: torch.Tensor, base: torch.Tensor, inputs: Sequence[torch.Tensor], region_call: Scope
     ) -> Iterator[int | None]:
         """The numbers of the inputs whose memory a tensor has; None where it has that of an input of the region."""
         for i, given in enumerate(inputs):
@@ -332,7 +332,7 @@ class SavedCall:
                 yield i
         storage = 0 if self.pure and base is tensor else storage_id(tensor)  # else an input may be a view of that base
         if storage:
-            if storage in frame.inputs.storages:
+            if storage in region_call.inputs.storages:
                 yield None
             for i, given in enumerate(inputs):
                 if storage_id(given) == storage:
@@ -378,7 +378,7 @@ def tensors_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 @tracing.as_it_is
 def record_call(
     run: Run,
-    frame: Scope | None,
+    region_call: Scope | None,
     store: Store | None,
     name: str,
     values_unused: bool,
@@ -391,7 +391,7 @@ def record_call(
 
     Args:
         run: What it is called in.
-        frame: The same, where that is a region's forward; elsewhere nothing is left to a replay.
+        region_call: The same, where that is a region's forward; elsewhere nothing is left to a replay.
         store: Where it keeps its tensors.
         name: Its name.
         values_unused: Whether the values of its output are said not to be needed.
@@ -410,7 +410,7 @@ def record_call(
     before = [ambient.capture() for ambient in ambients] if ambients else ()
 
     def pack(tensor: torch.Tensor) -> Packed:
-        return record.pack(tensor, inputs, versions, frame, store)
+        return record.pack(tensor, inputs, versions, region_call, store)
 
     records = run.writing().records
     records.append(record)

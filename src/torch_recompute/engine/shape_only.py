@@ -50,7 +50,7 @@ DROPOUT = aten.native_dropout.default
 
 
 class Unread(Protocol):
-    """The saved call whose result is hollow."""
+    """The saved call that produced a shape-only tensor."""
 
     name: str
     read: bool  # whether a replay needed its values; it is repeated from then on
@@ -71,7 +71,7 @@ class Read(BaseException):
 
 
 class TensorLayout(NamedTuple):
-    """What a hollow tensor has."""
+    """Shape, strides, type and device of a tensor."""
 
     shape: Sequence[int]
     stride: Sequence[int]
@@ -97,7 +97,7 @@ class ShapeOnly(torch.Tensor):
 
     @staticmethod
     def make(layout: TensorLayout, call: Unread) -> ShapeOnly:
-        """A hollow tensor, without grad."""
+        """Returns a shape-only tensor, without grad."""
         made: ShapeOnly = _torch.without_memory(ShapeOnly, *layout)
         made.call = call
         return made
@@ -111,19 +111,19 @@ class ShapeOnly(torch.Tensor):
     __tensor_unflatten__: Any = None
 
     def tolist(self) -> Any:
-        """Needs values, as the next three do, which ask no operation."""
+        """Raises, for it needs values and runs no operation; as the next three do."""
         raise missing(self, "tolist()")
 
     def numpy(self, **_: Any) -> Any:
-        """See `tolist`."""
+        """Raises, as `tolist` does."""
         raise missing(self, "numpy()")
 
     def data_ptr(self) -> int:
-        """See `tolist`."""
+        """Raises, as `tolist` does."""
         raise missing(self, "data_ptr()")
 
     def __array__(self, *_: Any, **__: Any) -> Any:
-        """See `tolist`."""
+        """Raises, as `tolist` does."""
         raise missing(self, "__array__()")
 
     def __repr__(self, **_: Any) -> str:
@@ -134,22 +134,22 @@ class ShapeOnly(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        hollow = next(x for x in _torch.tree_leaves((args, kwargs)) if isinstance(x, ShapeOnly))
-        if func in ASK_FOR_LAYOUT and args[0] is hollow:
-            return func(_on_meta(hollow), *args[1:], **{**kwargs, "device": kwargs.get("device") or hollow.device})
-        if func is DROPOUT and args[0] is hollow:  # a mask depends on the layout
-            _, mask = func(_blank(hollow, hollow.device), *args[1:], **kwargs)
-            return ShapeOnly.make(TensorLayout.of(hollow), hollow.call), mask
+        tensor = next(x for x in _torch.tree_leaves((args, kwargs)) if isinstance(x, ShapeOnly))
+        if func in ASK_FOR_LAYOUT and args[0] is tensor:
+            return func(_on_meta(tensor), *args[1:], **{**kwargs, "device": kwargs.get("device") or tensor.device})
+        if func is DROPOUT and args[0] is tensor:  # a mask depends on the layout
+            _, mask = func(_blank(tensor, tensor.device), *args[1:], **kwargs)
+            return ShapeOnly.make(TensorLayout.of(tensor), tensor.call), mask
         if not goes_through(func):
-            raise missing(hollow, str(func))
+            raise missing(tensor, str(func))
         written = _torch.written_by(func, args, kwargs)
         if written:
             if not all(isinstance(x, ShapeOnly) for x in written):
-                raise missing(hollow, str(func))
+                raise missing(tensor, str(func))
             return written[0]
         with without_modes():
             made = func(*mapped(args, _on_meta), **mapped(kwargs, _on_meta))
-        return mapped(made, lambda x: ShapeOnly.make(TensorLayout.of(x)._replace(device=hollow.device), hollow.call))
+        return mapped(made, lambda x: ShapeOnly.make(TensorLayout.of(x)._replace(device=tensor.device), tensor.call))
 
 
 def _read_outside(call: str, op: str) -> str:
@@ -164,7 +164,7 @@ def _read_outside(call: str, op: str) -> str:
 
 
 def missing(tensor: torch.Tensor, op: str) -> BaseException:
-    """What to raise where the values of a hollow tensor are needed."""
+    """Returns the error for an operation that needs values."""
     assert isinstance(tensor, ShapeOnly)
     if thread.run is not None and thread.run.replaying:
         return Read(tensor.call, op)

@@ -19,14 +19,14 @@ import torch
 
 from .. import errors
 from .._torch import in_backward, wait_for
-from .._torch.modes import eagerly
+from .._torch.modes import compiler_at_work, unseen
 from .._torch.tensors import Meta, apart
 from .._torch.tracing import as_it_is
 from ..stores import Kept
 
 
 class Owner(Protocol):
-    """What a slot asks of the frame that it belongs to."""
+    """The interface a slot needs from its region call."""
 
     name: str
     transient: bool  # what is read is let go of, as far as the owner can say
@@ -41,7 +41,7 @@ class Owner(Protocol):
         ...
 
     def dropped(self, tensor: torch.Tensor) -> None:
-        """Notes a tensor that a slot stands for."""
+        """Records a tensor replaced by a slot."""
         ...
 
 
@@ -49,9 +49,10 @@ class Slot:
     """A tensor that autograd saved and that is not kept.
 
     Attributes:
-        owner: The frame of the region's call; it is alive as long as one of its slots is in a graph.
+        owner: The region call; it is alive as long as one of its slots is in a graph.
         meta: Shape, dtype and device of the tensor.
-        tensor: The rebuilt tensor, detached, while it is here; a weak reference to it once it has been lent out.
+        tensor: The rebuilt tensor, detached, while it is here; a weak reference to it once it has been read under a
+            retained graph; None before the replay.
         version: The tensor's version when it was saved in the replay; set with `tensor`.
         stream: The stream on which it was saved there, None on the CPU; set with `tensor`.
     """
@@ -62,11 +63,6 @@ class Slot:
     stream: Any
     tensor: torch.Tensor | weakref.ref[torch.Tensor] | None
     version: int
-
-    def __getattr__(self, name: str) -> None:
-        """`tensor` and `stream` are None until they are set, which this way costs nothing where slots are made."""
-        if name not in ("tensor", "stream"):
-            raise AttributeError(name)
 
 
 KEPT: weakref.ref[Slot] = weakref.ref(Slot())
@@ -81,7 +77,7 @@ Packed = tuple[torch.Tensor, int] | Kept | Slot | torch.Tensor
 
 
 def without_history(packed: Packed) -> Packed:
-    """What a frame may hold: a tensor's later history could lead back to the frame, so it is left behind."""
+    """Returns what a region call may hold: a tensor without its history, which could come to lead back to the call."""
     return (apart(packed[0]), packed[1]) if type(packed) is tuple else packed
 
 
@@ -111,7 +107,8 @@ def unpack(packed: Any) -> torch.Tensor:
         if tensor is None or type(tensor) is weakref.ref:
             tensor = None if tensor is None else tensor()
             if tensor is None:
-                tensor = eagerly(owner.rebuild, packed)
+                seen = torch.compiler.is_dynamo_compiling() or compiler_at_work() is not None
+                tensor = unseen(owner.rebuild, packed) if seen else owner.rebuild(packed)
         if tensor._version != packed.version:
             raise errors.ChangedError(_changed_saved(owner.name, packed.version, tensor._version))
         if owner.streams and packed.stream is not None:  # a tensor on the CPU has none

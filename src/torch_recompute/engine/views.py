@@ -1,4 +1,4 @@
-"""Where a view is in its memory, relative to another view of the same memory, from which it can be rebuilt."""
+"""Views described relative to another view of the same memory, from which they can be rebuilt."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Geometry(NamedTuple):
 
 
 class SplitGeometry(NamedTuple):
-    """Where a DTensor is relative to another: as its part on this rank is, if the two are split alike on a mesh."""
+    """A DTensor relative to another: as its part on this rank is, if the two are split alike on a mesh."""
 
     part: Geometry
     layout: dict[str, Any]
@@ -77,7 +77,7 @@ def _split_geometry(view: Any, base: Any) -> SplitGeometry | None:
 
 
 def geometry(view: torch.Tensor, base: torch.Tensor) -> AnyGeometry | None:
-    """Where `view` is relative to `base`; None where strides cannot say it (other dtype, subclass, layout)."""
+    """Describes `view` relative to `base`; None where strides cannot say it (other dtype, subclass, layout)."""
     plain = view.layout is torch.strided and base.layout is torch.strided
     if not plain or view.dtype != base.dtype or view.is_conj() != base.is_conj() or view.is_neg() != base.is_neg():
         return None

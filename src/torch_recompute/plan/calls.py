@@ -224,7 +224,7 @@ class RepeatedAttention(Observer):
         finally:
             self._kept.append(range(first, _torch.sequence_number()))
 
-    def dropped(self, frame: Any, tensor: torch.Tensor) -> None:
+    def dropped(self, region_call: Any, tensor: torch.Tensor) -> None:
         """Counts the memory of a tensor."""
         self._dropped.add(tensor)
 

@@ -82,24 +82,24 @@ class Figures(Observer):
         return nullcontext()
 
     @contextmanager
-    def _forward(self, frame: RegionCall) -> Generator[None]:
+    def _forward(self, region_call: RegionCall) -> Generator[None]:
         with self._lock:
             around = self._first and self._first()
             inner = around is not None and any(at.run is around for at in running()[:-1])
             first = self.saved_bytes is None or inner
             if first:
-                self.saved_bytes, self._first, self._dropped = 0, weakref.ref(frame), CountedOnce()
-        if first and self._compare and not frame.replaying and not capturing():
+                self.saved_bytes, self._first, self._dropped = 0, weakref.ref(region_call), CountedOnce()
+        if first and self._compare and not region_call.replaying and not capturing():
             picks = Picks()
             save_for_recompute(picks, key=COMPARED)
-            with Compare(frame, picks):
+            with Compare(region_call, picks):
                 yield
         else:
             yield
 
-    def dropped(self, frame: Any, tensor: torch.Tensor) -> None:
+    def dropped(self, region_call: Any, tensor: torch.Tensor) -> None:
         """Counts the memory of a tensor."""
-        if self._first is not None and self._first() is frame:
+        if self._first is not None and self._first() is region_call:
             self.saved_bytes = (self.saved_bytes or 0) + self._dropped.add(tensor)
 
     def counting(self, store: Store) -> Store:
@@ -116,7 +116,7 @@ class Figures(Observer):
     @contextmanager
     def _replay(self, run: Run) -> Generator[None]:
         """Around the function in a replay. One that is captured in a CUDA graph does not run, and cannot be timed."""
-        then = None if run.trace is None else run.trace.values.get(COMPARED)
+        then = None if run.record is None else run.record.values.get(COMPARED)
         with self._timed(), nullcontext() if then is None else Compare(run, *then.get(run.name), seen=self._decided):
             yield
 

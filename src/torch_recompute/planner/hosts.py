@@ -2,7 +2,7 @@
 
 A plan for a device is made with fake tensors, often on a machine without one. There host memory is where the fakes are,
 so a simulated `OnHost` would free nothing. `OnHost` decides what is sent, when memory on the device is free and when
-the copy back starts, whatever makes the copies. The lane here makes none: what has been sent is a size, what
+the copy back starts, whatever makes the copies. The one here makes none: what has been sent is a size, what
 comes back is fresh memory.
 
 A copy is hidden behind what is computed meanwhile. A layer's input leaves while the layer runs and comes back while the
@@ -23,7 +23,7 @@ from ..devices import DEVICES, Roofline
 from ..plan.budget import read_budget
 from ..plan.plan import Plan
 from ..stores import Bandwidth, OnHost, bandwidth
-from ..stores.transfers import Depot, Direct
+from ..stores.transfers import Direct, TransferQueue
 from ..training_step import TrainingStep
 
 LINKS = {name: Bandwidth(sheet.host, sheet.host) for name, sheet in DEVICES.items() if sheet.host is not None}
@@ -101,7 +101,7 @@ class _Sent:
 
 
 class _NoCopies(Direct):
-    """A lane for fake tensors, with the order of a device's copies."""
+    """Copies of fake tensors, with the order of a device's copies."""
 
     direct = False
 
@@ -117,9 +117,9 @@ class HostApart(OnHost):
 
     def __init__(self) -> None:
         super().__init__()
-        self._apart = Depot(_NoCopies())
+        self._apart = TransferQueue(_NoCopies())
 
-    def _depot(self, tensor: torch.Tensor) -> Depot:
+    def _queue(self, tensor: torch.Tensor) -> TransferQueue:
         return self._apart
 
     def settle(self) -> None:

@@ -1,7 +1,7 @@
 """Files as a store: where tensors wait when host memory is short, too.
 
 What goes, when its memory is free and when it comes back is decided as for host memory (`host.py`, `transfers.py`).
-This file is the way there: a lane whose copies are writes and reads on threads, block by block, each with a checksum.
+This file is the way there: copies that are writes and reads on threads, block by block, each with a checksum.
 
 All tensors of a store are in one file that has no name: it is unlinked while it is open, so the system frees it with
 the process, however that ends, and there is nothing to sweep. Parts of it are used again, and it is cut to nothing when
@@ -36,7 +36,7 @@ import torch
 from .. import errors
 from .._torch.storages import is_fake
 from .host import Sending
-from .transfers import Depot, Direct, Streams
+from .transfers import Direct, Streams, TransferQueue
 
 BLOCK = 8 * 2**20
 """Bytes that one thread writes or reads at a time."""
@@ -188,7 +188,7 @@ def _stop(job: Any) -> None:
 
 
 class Piece:
-    """A part of the file, which holds one parcel.
+    """A part of the file, which holds one copy.
 
     Attributes:
         dtype: Of the elements.
@@ -232,7 +232,7 @@ class Piece:
 
 
 class Jobs(NamedTuple):
-    """A copy under way: its blocks, what follows them on the device, and the mark of the lane to the host."""
+    """A copy under way: its blocks, what follows them on the device, and the mark of the copy to the host."""
 
     blocks: list[Future[Any]]
     last: Future[Any] | None
@@ -376,7 +376,7 @@ class OnDisk(Sending):
         self.threads = threads
         self._opening = threading.Lock()
         self._disk: Disk | None = None
-        self._depots: dict[torch.device, Depot] = {}
+        self._queues: dict[torch.device, TransferQueue] = {}
 
     def _options(self) -> dict[str, Any]:
         return {"folder": self.folder, **super()._options(), "threads": self.threads}
@@ -394,12 +394,12 @@ class OnDisk(Sending):
     def _unstrided(self, tensor: torch.Tensor) -> Any:
         return self._stays(tensor)
 
-    def _depot(self, tensor: torch.Tensor) -> Depot:
+    def _queue(self, tensor: torch.Tensor) -> TransferQueue:
         if is_fake(tensor):
-            return super()._depot(tensor)
+            return super()._queue(tensor)
         with self._opening:
             if self._disk is None or self._disk.process != os.getpid():  # threads do not go along with a fork
-                self._disk, self._depots = Disk(self.folder, self.threads), {}
-            if tensor.device not in self._depots:
-                self._depots[tensor.device] = Depot(Files(tensor.device, self._disk))
-            return self._depots[tensor.device]
+                self._disk, self._queues = Disk(self.folder, self.threads), {}
+            if tensor.device not in self._queues:
+                self._queues[tensor.device] = TransferQueue(Files(tensor.device, self._disk))
+            return self._queues[tensor.device]

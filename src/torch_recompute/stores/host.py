@@ -5,7 +5,7 @@ In which pieces tensors are sent, and when, is in `transfers.py`. This file deci
 whole tensors, spread evenly over those that could go: each adds its share to a debt, and goes when the debt has reached
 its size. A tensor cut in two would have to be put together again on the device, just when memory is needed.
 
-The parcels of a device are common to all `OnHost` objects; budget and share are each object's own.
+The copies of a device are common to all `OnHost` objects; budget and share are each object's own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .. import errors
 from .._torch.devices import capturing
 from .._torch.storages import is_fake
 from .._torch.tensors import unexpanded
-from .transfers import Cut, Depot, Direct, Group, Parcel, Streams, cut
+from .transfers import Cut, Direct, Group, HostCopy, Streams, TransferQueue, cut
 
 
 class _Here(NamedTuple):
@@ -35,8 +35,8 @@ class _Here(NamedTuple):
 class _Away(NamedTuple):
     """A tensor in host memory."""
 
-    depot: Depot
-    parcel: Parcel
+    queue: TransferQueue
+    host_copy: HostCopy
     group: Group | None
     size: torch.Size
     piece: Cut
@@ -63,15 +63,15 @@ _opening = threading.Lock()
 _said: list[str] = []
 
 
-def depot_of(tensor: torch.Tensor) -> Depot:
-    """Returns the parcels of a tensor's device."""
+def queue_of(tensor: torch.Tensor) -> TransferQueue:
+    """Returns the copies of a tensor's device."""
     with _opening:
-        return _depot(tensor.device, is_fake(tensor))
+        return _queue(tensor.device, is_fake(tensor))
 
 
 @functools.cache
-def _depot(device: torch.device, fake: bool) -> Depot:
-    return Depot(Streams(device) if device.type == "cuda" and not fake else Direct(device))
+def _queue(device: torch.device, fake: bool) -> TransferQueue:
+    return TransferQueue(Streams(device) if device.type == "cuda" and not fake else Direct(device))
 
 
 def _say_once() -> None:
@@ -92,7 +92,7 @@ _DEFAULTS: dict[str, Any] = {"smallest": 0, "at_most": None, "fraction": 1.0, "a
 
 
 class Sending:
-    """A store that sends tensors away and has them back: where to is said by `_depot`. The options are `OnHost`'s."""
+    """A store that sends tensors away and has them back: where to is said by `_queue`. The options are `OnHost`'s."""
 
     def __init__(self, *, smallest: int = 0, at_most: int | None = None, fraction: float = 1.0, ahead: int = 1) -> None:
         for option, value, kinds, most, expected in (
@@ -107,7 +107,7 @@ class Sending:
         self.at_most = at_most
         self.fraction = fraction
         self.ahead = ahead
-        self._lock = threading.RLock()  # a parcel may be dropped while it is held
+        self._lock = threading.RLock()  # a copy may be dropped while it is held
         self._bytes = 0
         self._debt = 0.0
 
@@ -151,24 +151,24 @@ class Sending:
             tensor = tensor.resolve_conj().resolve_neg()
         if tensor.numel() == 0:
             return self._stays(tensor)
-        depot, piece = self._depot(tensor), cut(tensor)
-        with depot.lock:
-            parcel = depot.find(tensor, piece)
-            if parcel is None:
+        queue, piece = self._queue(tensor), cut(tensor)
+        with queue.lock:
+            host_copy = queue.find(tensor, piece)
+            if host_copy is None:
                 once = unexpanded(tensor)
                 copied = (piece.stop - max(piece.first, 0)) * tensor.element_size()
                 if not self._goes(min(once.numel() * tensor.element_size(), copied), copied):
                     return self._stays(tensor)
                 try:
-                    parcel = depot.send(tensor, piece, self._freed)
+                    host_copy = queue.send(tensor, piece, self._freed)
                 except BaseException:
                     self._freed(copied)
                     raise
-            return _Away(depot, parcel, depot.join(parcel, self.ahead), tensor.shape, piece)
+            return _Away(queue, host_copy, queue.join(host_copy, self.ahead), tensor.shape, piece)
 
-    def _depot(self, tensor: torch.Tensor) -> Depot:
-        """The parcels of the tensor's device."""
-        return depot_of(tensor)
+    def _queue(self, tensor: torch.Tensor) -> TransferQueue:
+        """The copies of the tensor's device."""
+        return queue_of(tensor)
 
     def _unstrided(self, tensor: torch.Tensor) -> Any:
         """Takes a tensor without strides."""
@@ -200,8 +200,8 @@ class Sending:
         """Returns the tensor, on the device it came from."""
         if type(handle) is _Away:
             with torch.no_grad():
-                flat = handle.depot.open(handle.parcel, handle.group, self.ahead)
-                return handle.parcel.view(flat, handle.size, handle.piece)
+                flat = handle.queue.open(handle.host_copy, handle.group, self.ahead)
+                return handle.host_copy.view(flat, handle.size, handle.piece)
         if type(handle) is _Here:
             if handle.tensor._version != handle.version:
                 raise errors.ChangedError(
@@ -253,9 +253,9 @@ class OnHost(Sending):
         """Bytes now in host memory for this object."""
         return self._bytes
 
-    def _depot(self, tensor: torch.Tensor) -> Depot:
+    def _queue(self, tensor: torch.Tensor) -> TransferQueue:
         _say_once()
-        return super()._depot(tensor)
+        return super()._queue(tensor)
 
     def _unstrided(self, tensor: torch.Tensor) -> Any:
         _say_once()

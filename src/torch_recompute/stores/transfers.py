@@ -1,18 +1,18 @@
 """Copies to host memory and back: what is on the host, what is on its way there, and what is on its way back.
 
-A lane makes the copies: on a CUDA device on two streams of their own (`Streams`), elsewhere at once (`Direct`). A
-`Parcel` is one piece of memory that was copied: all of a storage, or the part of it that a dense tensor takes up.
-Handles of one storage at one version share a parcel, whether they are one tensor or q, k and v cut from one product,
+A `Direct` makes the copies: on a CUDA device on two streams of their own (`Streams`), elsewhere at once. A
+`HostCopy` is one piece of memory that was copied: all of a storage, or the part of it that a dense tensor takes up.
+Handles of one storage at one version share a copy, whether they are one tensor or q, k and v cut from one product,
 and what comes back is a view of one base. An expanded tensor is not copied expanded. A view with gaps takes its whole
 storage along if it covers at least a quarter of it, else its elements are gathered first.
 
 What one region puts is a `Group`. In forward, the copies of the present group and of `ahead` groups before it may be
 under way, and their tensors are still on the device; when the next group begins, the device waits for the oldest of
-them and its memory is free. In backward, opening a parcel of one group starts the copies back of the `ahead` groups
+them and its memory is free. In backward, opening a copy of one group starts the copies back of the `ahead` groups
 that were put before it, and no more than these wait on the device unopened. So both the memory that copies take and the
 point at which it is free are the same in every step. What is opened while it is still on the device is not copied back.
 
-Invariants: a parcel is alive as long as a handle of it is; nothing here holds one strongly. Changes of a tensor that is
+Invariants: a copy is alive as long as a handle of it is; nothing here holds one strongly. Changes of a tensor that is
 still being copied are noticed by its version and raise when it is opened.
 """
 
@@ -200,7 +200,7 @@ def cut(tensor: torch.Tensor) -> Cut:
     return Cut(-1, once.numel(), tuple(steps), 0, (tensor.shape, stride, start))
 
 
-class Parcel:
+class HostCopy:
     """Memory that was copied to the host.
 
     Attributes:
@@ -208,11 +208,11 @@ class Parcel:
         nbytes: Its size.
     """
 
-    def __init__(self, depot: Depot, tensor: torch.Tensor, piece: Cut, freed: Callable[[int], None]) -> None:
+    def __init__(self, queue: TransferQueue, tensor: torch.Tensor, piece: Cut, freed: Callable[[int], None]) -> None:
         self._freed: Callable[[int], None] | None = None
         self._source: torch.Tensor | None = None
         self._coming: tuple[torch.Tensor, Any] | None = None
-        self._depot = depot
+        self._queue = queue
         self._memory = Memory(tensor)
         self._version = tensor._version
         self._cut = piece
@@ -223,12 +223,12 @@ class Parcel:
             source = unexpanded(tensor).contiguous().view(-1)
         else:
             source = tensor.as_strided((piece.stop - piece.first,), (1,), piece.first)
-        source = depot.lane.steady(source)
+        source = queue.copy_streams.steady(source)
         self._expected = source._version
-        self.host, self._sent = depot.lane.send(source)
+        self.host, self._sent = queue.copy_streams.send(source)
         self.nbytes = self.host.nbytes
         self._freed = freed
-        if not depot.lane.direct:
+        if not queue.copy_streams.direct:
             self._source = source
 
     def __del__(self) -> None:
@@ -238,12 +238,12 @@ class Parcel:
         if freed is None:  # the copy could not be made
             return
         if self._source is not None:
-            self._depot.lane.abandon(self._source, self._sent)
-        self.put_back()
+            self._queue.copy_streams.abandon(self._source, self._sent)
+        self.cancel_prefetch()
         freed(self.nbytes)
 
     def holds(self, tensor: torch.Tensor, piece: Cut) -> bool:
-        """Whether the copy is good for a tensor of the same storage."""
+        """Whether the copy contains the tensor, of the same storage, at its version."""
         mine = self._cut
         if self._freed is None or tensor.dtype != self.host.dtype or self._spoiled is not None:
             return False
@@ -256,25 +256,25 @@ class Parcel:
         shift = piece.shift + max(piece.first, 0) - max(self._cut.first, 0)
         return flat.as_strided(size, piece.stride, flat.storage_offset() + shift)
 
-    def depart(self) -> None:
+    def finish_offload(self) -> None:
         """Waits for the copy to the host, and frees the memory on the device."""
         if self._source is not None:
             if self._source._version != self._expected:
                 self._spoiled = self._source._version
-            self._depot.lane.let_go(self._sent)
+            self._queue.copy_streams.let_go(self._sent)
             self._source = None
 
-    def call(self) -> bool:
+    def prefetch(self) -> bool:
         """Starts the copy back; False where there is no need to."""
         if self._source is not None or self._coming is not None or self._here() is not None:
             return False
-        self._coming = self._depot.lane.fetch(self.host, self._sent)
+        self._coming = self._queue.copy_streams.fetch(self.host, self._sent)
         return True
 
-    def put_back(self) -> None:
+    def cancel_prefetch(self) -> None:
         """Drops the copy that was started but never read."""
         if self._coming is not None:
-            self._depot.lane.abandon(*self._coming)
+            self._queue.copy_streams.abandon(*self._coming)
             self._coming = None
 
     def _here(self) -> torch.Tensor | None:
@@ -284,9 +284,10 @@ class Parcel:
         """Returns the memory, on the device."""
         now = self._spoiled if self._source is None else self._source._version
         if now is not None and now != self._expected:
+            made_by = self._queue.copy_streams
             raise errors.ChangedError(
-                f"a tensor that {self._depot.lane.store} was given has been changed in place while it was being "
-                f"{self._depot.lane.copied} (version {self._expected} then, {now} now), so neither its old nor its new "
+                f"a tensor that {made_by.store} was given has been changed in place while it was being "
+                f"{made_by.copied} (version {self._expected} then, {now} now), so neither its old nor its new "
                 "values are known to be there.\n"
                 "  With ahead=1 it may be changed once two more regions have been called. Write x = x + y instead of "
                 "x += y, or give the region a copy: region(x.clone())."
@@ -296,62 +297,62 @@ class Parcel:
         if self._coming is None:
             flat = self._here()
             if flat is not None:
-                self._depot.lane.arrive(flat, self._mark)  # the reader may be on another stream than the first
+                self._queue.copy_streams.arrive(flat, self._mark)  # the reader may be on another stream than the first
                 return flat
-            self._coming = self._depot.lane.fetch(self.host, self._sent)
+            self._coming = self._queue.copy_streams.fetch(self.host, self._sent)
         (flat, self._mark), self._coming = self._coming, None
-        self._depot.lane.arrive(flat, self._mark)
-        if not self._depot.lane.direct:
+        self._queue.copy_streams.arrive(flat, self._mark)
+        if not self._queue.copy_streams.direct:
             self._arrived = Memory(flat)
         return flat
 
 
 class Group:
-    """The parcels that one call of a region put."""
+    """The copies that one call of a region put."""
 
     def __init__(self, key: int, before: weakref.ref[Group] | None) -> None:
         self.key = key
         self.before = before
-        self.parcels: list[weakref.ref[Parcel]] = []
+        self.copies: list[weakref.ref[HostCopy]] = []
 
 
 class _Puts(threading.local):
-    """The puts of one thread: its groups, and the parcels whose tensors are still on the device."""
+    """The puts of one thread: its groups, and the copies whose tensors are still on the device."""
 
     def __init__(self) -> None:
         self.groups: list[weakref.ref[Group]] = []
-        self.leaving: deque[list[weakref.ref[Parcel]]] = deque()
+        self.leaving: deque[list[weakref.ref[HostCopy]]] = deque()
         self.enough = 64
 
 
-class Depot:
-    """All parcels of one device.
+class TransferQueue:
+    """All copies of one device.
 
     Args:
-        lane: What copies them.
+        copy_streams: Makes the copies.
     """
 
-    def __init__(self, lane: Direct) -> None:
-        self.lane = lane
+    def __init__(self, copy_streams: Direct) -> None:
+        self.copy_streams = copy_streams
         self.lock = threading.RLock()
-        self._known: dict[int, list[weakref.ref[Parcel]]] = {}
-        self._dropped: deque[tuple[int, weakref.ref[Parcel]]] = deque()
+        self._known: dict[int, list[weakref.ref[HostCopy]]] = {}
+        self._dropped: deque[tuple[int, weakref.ref[HostCopy]]] = deque()
         self._puts = _Puts()
-        self._called: deque[list[weakref.ref[Parcel]]] = deque()
+        self._called: deque[list[weakref.ref[HostCopy]]] = deque()
 
-    def find(self, tensor: torch.Tensor, piece: Cut) -> Parcel | None:
-        """Returns a parcel that holds the tensor already."""
+    def find(self, tensor: torch.Tensor, piece: Cut) -> HostCopy | None:
+        """Returns a copy that holds the tensor already."""
         for ref in list(self._known.get(storage_id(tensor), ())):
-            parcel = ref()
-            if parcel is not None and parcel.holds(tensor, piece):
-                return parcel
+            host_copy = ref()
+            if host_copy is not None and host_copy.holds(tensor, piece):
+                return host_copy
         return None
 
-    def send(self, tensor: torch.Tensor, piece: Cut, freed: Callable[[int], None]) -> Parcel:
-        """Makes a parcel. `freed` is called with its size when it is dropped."""
-        parcel, storage = Parcel(self, tensor, piece, freed), storage_id(tensor)
+    def send(self, tensor: torch.Tensor, piece: Cut, freed: Callable[[int], None]) -> HostCopy:
+        """Starts a copy. `freed` is called with its size when it is dropped."""
+        host_copy, storage = HostCopy(self, tensor, piece, freed), storage_id(tensor)
 
-        def forget(ref: weakref.ref[Parcel]) -> None:
+        def forget(ref: weakref.ref[HostCopy]) -> None:
             self._dropped.append((storage, ref))
             if self.lock.acquire(blocking=False):  # else whoever holds it may be waiting for this thread
                 try:
@@ -360,8 +361,8 @@ class Depot:
                     self.lock.release()
 
         self._forget()
-        self._known.setdefault(storage, []).append(weakref.ref(parcel, forget))
-        return parcel
+        self._known.setdefault(storage, []).append(weakref.ref(host_copy, forget))
+        return host_copy
 
     def _forget(self) -> None:
         while self._dropped:
@@ -371,9 +372,9 @@ class Depot:
             if not known:
                 del self._known[storage]
 
-    def join(self, parcel: Parcel, ahead: int) -> Group | None:
-        """Returns the group that a parcel now put belongs to; None where nothing has to be waited for."""
-        if self.lane.direct:
+    def join(self, host_copy: HostCopy, ahead: int) -> Group | None:
+        """Returns the group that a copy started now belongs to; None where nothing has to be waited for."""
+        if self.copy_streams.direct:
             return None
         mine = self._puts
         groups = mine.groups
@@ -389,8 +390,8 @@ class Depot:
             while len(mine.leaving) > ahead:
                 self._leave(mine.leaving.popleft())
             mine.leaving.append([])
-        mine.leaving[-1].append(weakref.ref(parcel))
-        group.parcels.append(weakref.ref(parcel))
+        mine.leaving[-1].append(weakref.ref(host_copy))
+        group.copies.append(weakref.ref(host_copy))
         return group
 
     def settle(self) -> None:
@@ -400,26 +401,26 @@ class Depot:
             self._leave(leaving.popleft())
 
     @staticmethod
-    def _leave(refs: list[weakref.ref[Parcel]]) -> None:
+    def _leave(refs: list[weakref.ref[HostCopy]]) -> None:
         for ref in refs:
             leaving = ref()
             if leaving is not None:
-                leaving.depart()
+                leaving.finish_offload()
 
-    def open(self, parcel: Parcel, group: Group | None, ahead: int) -> torch.Tensor:
-        """Returns the parcel's memory on the device, and starts the copies back that will be wanted next."""
+    def open(self, host_copy: HostCopy, group: Group | None, ahead: int) -> torch.Tensor:
+        """Returns the memory of a copy on the device, and starts the copies back that will be wanted next."""
         with self.lock:
-            flat = parcel.open()
+            flat = host_copy.open()
             for _ in range(ahead):
                 group = None if group is None or group.before is None else group.before()
                 if group is None:
                     break
-                called = [ref for ref in group.parcels if (other := ref()) is not None and other.call()]
+                called = [ref for ref in group.copies if (other := ref()) is not None and other.prefetch()]
                 if called:
                     self._called.append(called)
             while len(self._called) > ahead:
                 for ref in self._called.popleft():
                     other = ref()
                     if other is not None:
-                        other.put_back()
+                        other.cancel_prefetch()
             return flat

@@ -1,0 +1,84 @@
+"""How many Python functions of this library a region calls, once it has run before.
+
+A region's own code runs once per call and is cold, so what it costs is how many different things are called, more than
+how long each takes in a loop (docs/design/001). Counts are exact on every machine, where seconds are not.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import torch_recompute
+from torch_recompute import Choice, Plan, apply, recompute
+
+FOLDER = os.path.dirname(torch_recompute.__file__)
+HOOKS = 71  # 24 tensors saved in forward, 23 until the replay ends, 24 read
+CALLS, KINDS = 103, 34
+SMALL = 45
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block, as in benchmarks/block_cost.py; input and output: [batch, sequence, 32]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.qkv, self.out = nn.LayerNorm(32), nn.Linear(32, 96), nn.Linear(32, 32)
+        self.norm2, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One layer."""
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(*qkv, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+def calls(step: Callable[[], torch.Tensor]) -> Counter[str]:
+    """The calls of functions of this library in a forward and backward, after four that make everything warm."""
+    for _ in range(4):
+        step().sum().backward()
+    count: Counter[str] = Counter()
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(FOLDER):
+            count[f"{os.path.relpath(code.co_filename, FOLDER)}:{code.co_firstlineno} {code.co_name}"] += 1
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        step().sum().backward()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+def test_a_block() -> None:
+    """Forward and backward of a transformer block: its 71 hooks, and few calls besides."""
+    block, x = Block(), torch.randn(2, 8, 32, requires_grad=True)
+    region = recompute(block)
+    found = calls(lambda: region(x))
+    hooks = sum(n for name, n in found.items() if name.endswith((" pack", " unpack")))
+    assert hooks == HOOKS
+    assert found.total() <= CALLS, found
+    assert len(found) <= KINDS, found
+
+
+def test_a_block_under_a_plan() -> None:
+    """A plan with one region adds at most the calls of its wrapper."""
+    model, x = nn.Sequential(Block()), torch.randn(2, 8, 32, requires_grad=True)
+    apply(model, Plan((Choice(("0",)),)))
+    assert calls(lambda: model(x)).total() <= CALLS + 5
+
+
+def test_a_small_function() -> None:
+    """A function of five operations, where the calls besides the hooks are nearly all."""
+    region, x = recompute(lambda x: x.sin().cos().exp().tanh().sin()), torch.randn(8, 8, requires_grad=True)
+    assert calls(lambda: region(x)).total() <= SMALL
