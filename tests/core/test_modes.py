@@ -1,4 +1,4 @@
-"""Modes that users put around a training step: a model with a plan works under them as it does without one."""
+"""Users' modes around a training step: a model with a plan computes under them what it computes without a plan."""
 
 from __future__ import annotations
 

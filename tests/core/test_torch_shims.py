@@ -823,6 +823,9 @@ def memory_is_found_again_while_it_is_alive(t: Any) -> Any:
     return same, held, memory.flat(6, torch.float32)
 
 
+row("storages.profiling", [False, True], lambda t: asked(t.storages.profiling, t.storages.cpu_allocations))
+
+
 @row("fakes.lay", ([[1.0, 3.0], [2.0, 4.0]], (2, 2), 0))
 def a_layout_over_memory(t: Any) -> Any:
     """A tensor is laid over memory as it is told, and memory that was discarded stays so."""
@@ -1040,13 +1043,16 @@ def test_a_shim_with_a_name_gone(row: Row, gone: str, monkeypatch: pytest.Monkey
     assert row.call(lesser) == row.gone[gone]
 
 
-# Shims that are tried where they are used, by the file of tests.
+# Shims that are tried where they are used: in a file of tests, by what is called there.
 ELSEWHERE = {
-    "tree_flatten tree_unflatten tree_leaves tensors_in": "core/test_arguments.py",
-    "see_through checkpoints.respect_hooks": "compat/test_checkpoint.py",
-    "storages.cpu_allocations storages.cpu_bytes_between storages.profiling": "memory/test_workspaces.py",
-    "modes.ComputedWeights": "laws/test_law_05_modules.py",
-    "modes.attention_in_parts fakes.below_autograd fakes.NOT_FAKED": "memory/test_simulate.py",
+    "tree_flatten tree_unflatten tree_leaves tensors_in": ("core/test_arguments.py", "Call("),
+    "see_through checkpoints.respect_hooks": ("compat/test_checkpoint.py", "respect_saved_tensors_hooks="),
+    "storages.cpu_allocations": ("memory/test_measure.py", "cpu_allocations("),
+    "storages.cpu_bytes_between": ("memory/test_workspaces.py", "cpu_bytes_between("),
+    "modes.ComputedWeights": ("laws/test_law_05_world.py", "cached()"),
+    "modes.attention_in_parts": ("plans/test_kept_calls.py", "MultiheadAttention("),
+    "fakes.below_autograd": ("memory/test_cuda_decompositions.py", "AsOnCuda("),
+    "fakes.NOT_FAKED": ("memory/test_simulate.py", "simulate("),
 }
 FOLDER = Path(_torch.__file__).parent
 
@@ -1062,7 +1068,8 @@ def test_every_shim_has_a_row() -> None:
             own = module != "__init__" and not hasattr(_torch, name)
             made |= set() if name.startswith("_") else {f"{module}.{name}" if own else name}
     assert made - named == {"fakes.Answers"}  # the protocol of answer_for
-    assert all((Path(__file__).parents[1] / file).is_file() for file in ELSEWHERE.values())
+    tests = Path(__file__).parents[1]
+    assert all(call in (tests / file).read_text(encoding="utf-8") for file, call in ELSEWHERE.values())
 
 
 OWNERS = {

@@ -1,4 +1,4 @@
-"""Calls that are met by their kind: products and attention that are kept, decisions that are carried."""
+"""Saved calls chosen by kind: products and attention are kept, routing decisions are carried."""
 
 from __future__ import annotations
 
