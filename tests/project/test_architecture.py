@@ -430,7 +430,9 @@ def test_no_wing_grows() -> None:
     modules = package_modules()
     for module in modules:
         counted[wing_of[module.room]] += code_lines(module.source)
-    counted["tests"] = sum(code_lines(path.read_text(encoding="utf-8")) for path in Path(__file__).parent.rglob("*.py"))
+    counted["tests"] = sum(
+        code_lines(path.read_text(encoding="utf-8")) for path in Path(__file__).parents[1].rglob("*.py")
+    )
     assert {wing: lines for wing, lines in counted.items() if lines > MOST_CODE_LINES[wing]} == {}
     assert len(modules) <= MOST_FILES
 
