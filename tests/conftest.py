@@ -1,4 +1,4 @@
-"""What every test stands on: few threads, repeatable examples, and the certainty of testing the installed package.
+"""Settings and fixtures of all tests: few threads, repeatable examples, and a check that the wheel is what is tested.
 
 `make test` sets `TORCH_RECOMPUTE_TEST_INSTALLED=1`; then a run which would import the package from anywhere but
 site-packages ends before its first test, because it would prove nothing about the wheel. Without the variable the
@@ -150,3 +150,9 @@ def plain_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def this_test(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file of the test can be imported as `this_test`, as a command line names a model."""
+    monkeypatch.setitem(sys.modules, "this_test", request.module)

@@ -1,4 +1,4 @@
-"""What only a CUDA device can prove: `make test-gpu`.
+"""Checks that need a CUDA device: `make test-gpu`.
 
 Each check runs in a process of its own, because the faults it looks for are those of a process: what the first
 attention sets, when a context is made, a generator that has moved. A check passes, fails, is slow (against a ratio that

@@ -1,4 +1,4 @@
-"""What all commands have in common, as laws over the table of all commands.
+"""Laws that every command keeps, over the table of all commands.
 
 `COMMANDS` has a row for each; `test_every_command_has_a_row` fails for one without. What is asked is small.
 """

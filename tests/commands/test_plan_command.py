@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,22 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from support.models import Made
+from support.models import LLAMA, Made
 from torch_recompute import Plan, apply, make_plan
 from torch_recompute.commands import cli
 from torch_recompute.commands.models import PRESETS, batch_for, load
-
-LLAMA = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 512,
-}
 
 
 def block() -> nn.Module:
@@ -54,13 +41,7 @@ def three() -> tuple[nn.Module, int, int]:
     return pair()[0], 1, 2
 
 
-pytestmark = pytest.mark.usefixtures("plain_terminal")
-
-
-@pytest.fixture(autouse=True)
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This file can be imported by its name."""
-    monkeypatch.setitem(sys.modules, "this_test", sys.modules[__name__])
+pytestmark = pytest.mark.usefixtures("plain_terminal", "this_test")
 
 
 @pytest.fixture

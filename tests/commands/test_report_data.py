@@ -1,4 +1,4 @@
-"""The document behind a report: every figure in it is that of a simulation."""
+"""The data of a report: every figure is that of a simulation."""
 
 import json
 from dataclasses import replace
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from planner.test_make_plan import deep_is_made
+from support.models import deep_is_made
 from support.report_cases import BY_HAND, INPUT, TO_HOST, clock, pair, seen
 from support.zoo import mean_loss
 from torch_recompute import Choice, Plan, SizeClass, make_plan, simulate

@@ -1,4 +1,4 @@
-"""The same fact has the same number wherever it is said: in a plan, a report, the doctor, on the command line."""
+"""One fact has one number: a plan, a report, the doctor and the command line agree."""
 
 import json
 import sys

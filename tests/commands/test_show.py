@@ -1,4 +1,4 @@
-"""`torch-recompute show`: from a word to a model, the tree with labels, the JSON document, one line when it fails."""
+"""`torch-recompute show`: a model by name, its tree with labels, the JSON document, and one line for each failure."""
 
 import json
 import sys
@@ -22,13 +22,7 @@ def factory() -> nn.Module:
     return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
 
 
-pytestmark = pytest.mark.usefixtures("plain_terminal")
-
-
-@pytest.fixture(autouse=True)
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This file can be imported by its name."""
-    monkeypatch.setitem(sys.modules, "this_test", sys.modules[__name__])
+pytestmark = pytest.mark.usefixtures("plain_terminal", "this_test")
 
 
 def test_tree(capsys: pytest.CaptureFixture[str]) -> None:

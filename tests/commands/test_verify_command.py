@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from commands.test_plan_command import LLAMA as LONGER
+from support.models import LLAMA as LONGER
 from torch_recompute import Choice, Plan
 from torch_recompute.commands import cli, verify
 from torch_recompute.commands.models import batch_for, load, random_batch

@@ -1,4 +1,4 @@
-"""Our `checkpoint` where other libraries take a checkpoint function, and plans under compile and `fully_shard`."""
+"""`checkpoint` passed to libraries that take a checkpoint function, and plans under compile and `fully_shard`."""
 
 from __future__ import annotations
 

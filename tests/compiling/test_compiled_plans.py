@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from laws.placements import chain
+from laws.watch import equal
 from support.compiler import COMPILES, as_they_are
 from torch_recompute import (
     Choice,
@@ -147,11 +148,6 @@ def step(run, modules, x=None):
     return count.get_total_flops(), grads
 
 
-def assert_equal(got, wanted):
-    for a, b in zip(got, wanted, strict=True):
-        assert torch.equal(a, b)
-
-
 @pytest.mark.parametrize("name", PLANS)
 def test_a_compiled_plan_keeps_and_repeats_what_the_eager_one_does(name):
     """Bytes kept and FLOPs repeated are at most those of the eager regions; gradients are the plain ones, bitwise."""
@@ -160,13 +156,13 @@ def test_a_compiled_plan_keeps_and_repeats_what_the_eager_one_does(name):
     plain, wanted = step(modules, modules)
     handle = apply(modules, plan)
     eager, grads = step(modules, modules)
-    assert_equal(grads, wanted)
+    assert equal(grads, wanted)
     kept = saved_activations(modules, (batch(),)).total_bytes
     split = Split()
     run = torch.compile(modules, backend=split.backend, fullgraph=True)
     step(run, modules)
     compiled, grads = step(run, modules)
-    assert_equal(grads, wanted)
+    assert equal(grads, wanted)
     assert split.kept[0] <= kept + (LAYERS * BATCH * TOKENS * WIDTH * 4 if name == "decisions" else 0)
     assert compiled <= eager
     assert (compiled > plain) == (eager > plain)
@@ -209,7 +205,7 @@ def test_layers_compiled_one_by_one_and_dynamic_shapes():
     apply(modules, each(("up",)))
     torch.compiler.reset()
     run = torch.compile(modules, backend=Split().backend, fullgraph=True, dynamic=True)
-    assert_equal(step(run, modules)[1], wanted)
+    assert equal(step(run, modules)[1], wanted)
 
 
 def test_a_plan_applied_to_a_compiled_model_compiles_it_again():
@@ -248,13 +244,13 @@ def test_what_a_function_says_reaches_the_graph():
     least, wanted = step(plain, layers)
     run, layers = written(recompute, no_recompute, replay)
     eager, grads = step(run, layers)
-    assert_equal(grads, wanted)
+    assert equal(grads, wanted)
     kept = saved_activations(nn.ModuleList([Calls(run)]).append(layers)[0], (batch(),)).total_bytes
     split = Split()
     compiled_run = torch.compile(run, backend=split.backend, fullgraph=True)
     step(compiled_run, layers)
     compiled, grads = step(compiled_run, layers)
-    assert_equal(grads, wanted)
+    assert equal(grads, wanted)
     assert split.kept[0] <= kept
     assert least < compiled <= eager
 
@@ -375,7 +371,7 @@ def test_a_planned_layer_that_cannot_be_traced_keeps_and_repeats_what_it_does_ea
     apply(modules, BROKEN[name])
     with pytest.warns(RuntimeWarning, match=r"[01] is recomputed inside torch.compile, which cannot trace it"):
         grads, found = products(torch.compile(modules, backend="aot_eager"), modules)
-    assert_equal(grads, wanted)
+    assert equal(grads, wanted)
     assert count <= found <= count + LAYERS  # a replay ends between two parts, or in what is not compiled
 
 
@@ -402,7 +398,7 @@ def test_every_face_runs_what_cannot_be_traced(face):
     for compile in (lambda f: f, lambda f: torch.compile(f, backend="aot_eager")):
         layer = breaks()[0]
         found.append(products(compile(lambda x, layer=layer: FACES[face](layer, x)), layer)[0])
-    assert_equal(*found)
+    assert equal(*found)
 
 
 @pytest.mark.parametrize("keep", [(), ("up",), ("@product",)])

@@ -1,4 +1,4 @@
-"""What a function reaches besides its arguments, and the function made again over fresh cells."""
+"""The closure scan: tensors, modules and generators that a function reaches, and the function over fresh cells."""
 
 import functools
 import gc

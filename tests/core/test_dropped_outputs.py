@@ -1,4 +1,4 @@
-"""A region through the consumer, the consumer a saved call: what is dropped, what is kept, and that it is right."""
+"""Outputs dropped by a region that ends with their consumer as a saved call: bytes dropped, bytes kept, gradients."""
 
 from __future__ import annotations
 

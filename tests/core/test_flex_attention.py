@@ -12,6 +12,7 @@ import torch.nn.attention.flex_attention as flex
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from support.training import gradients
 from torch_recompute import Choice, Plan, apply, audit, checkpoint, make_plan, measure, saved_activations, simulate
 from torch_recompute._torch.flops import flops
 from torch_recompute.devices import DEVICES
@@ -65,20 +66,14 @@ def x() -> torch.Tensor:
     return torch.randn(1, TOKENS, WIDTH, generator=torch.Generator().manual_seed(0))
 
 
-def gradients(model: nn.Module) -> list[torch.Tensor]:
-    model.zero_grad()
-    model(x()).backward()
-    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-
-
 @pytest.mark.parametrize("keep", [(), ("@collective",), ("@product",)])
 def test_an_applied_plan_runs_it(keep: tuple[str, ...]) -> None:
     """Finding 4: no mode that a placed region enters stops at an operator of functions; gradients stay the same."""
     model = Net()
-    plain = gradients(model)
+    plain = gradients(model, x())
     handle = apply(model, Plan(tuple(Choice((f"layers.{i}",), keep=keep) for i in range(2))))
     for _ in range(2):
-        assert all(map(torch.equal, plain, gradients(model)))
+        assert all(map(torch.equal, plain, gradients(model, x())))
     handle.remove()
 
 

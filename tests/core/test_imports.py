@@ -1,4 +1,4 @@
-"""What `import torch_recompute` loads, and what waits until it is used."""
+"""`import torch_recompute` loads torch and the core alone; other packages are imported at their first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modes that users put around a training step: a model with a plan works under them as it does without one."""
+"""Users' modes around a training step: a model with a plan computes under them what it computes without a plan."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch.overrides import BaseTorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -58,13 +58,6 @@ class Dispatches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Functions(TorchFunctionMode):
-    """A mode of the user's own, one level higher."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 def debug_mode() -> Any:
     utils = pytest.importorskip("torch.utils._debug_mode", reason="this version of torch has no DebugMode")
     return utils.DebugMode()
@@ -75,7 +68,7 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "torch.profiler": lambda: torch.profiler.profile(record_shapes=True, profile_memory=True),
     "DebugMode": debug_mode,
     "a dispatch mode": Dispatches,
-    "a function mode": Functions,
+    "a function mode": BaseTorchFunctionMode,
     "anomaly mode": torch.autograd.detect_anomaly,
     "save_on_cpu": save_on_cpu,
     "saved_tensors_hooks": lambda: saved_tensors_hooks(torch.clone, torch.clone),

@@ -1,4 +1,4 @@
-"""Observers of regions: what they are shown, on which stack, for how long, and that nobody pays where there is none."""
+"""Observers of regions: the events they receive, on which stack and until when; without one nothing is collected."""
 
 from __future__ import annotations
 

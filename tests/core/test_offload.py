@@ -1,4 +1,4 @@
-"""Host memory: what is sent and what stays, who waits for whom, and that nothing is left behind.
+"""Offload to host memory: which tensors are copied, which streams wait, and no buffer or event is left.
 
 A machine without a CUDA device has no streams, so the order of copies is shown on `Lazy`: copies that happen as late
 as their waits allow, into memory that holds NaN until then. Whoever forgets to wait reads NaN, or has his memory

@@ -1,4 +1,4 @@
-"""What a replay finds as the forward found it: generators, settings, modes, buffers, the user's own state."""
+"""State that a replay restores: generators, settings, modes, buffers, the user's own state."""
 
 import contextlib
 import contextvars

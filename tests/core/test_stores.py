@@ -1,4 +1,4 @@
-"""Stores: what is put comes back, region inputs and saved calls go through them, and nothing stays behind."""
+"""Stores: tensors come back as they were put, for region inputs and saved calls; a store is empty after backward."""
 
 import tempfile
 import weakref

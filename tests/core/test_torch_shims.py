@@ -1,13 +1,17 @@
 """Each private PyTorch name behind `_torch/` does what its shim says, and so does what stands in where it is gone.
 
-All names that the shims use are in torch 2.11 as well as in 2.13; those with a stand-in are the ones that another
-build or a later release may lack.
+A table: a row is a shim, a call of it, what the call returns, and the names of torch that another release or build may
+lack, with what the call returns without each. All other names that the shims use are in torch 2.11 as well as in 2.13.
+Two laws run the table, with the names there and with each of them gone; two tests keep the table complete.
 """
 
 import ast
 import contextlib
+import fnmatch
+import functools
 import importlib
-import inspect
+import operator
+import pkgutil
 import sys
 import threading
 import types
@@ -15,43 +19,95 @@ import warnings
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import GraphExecGroup, set_checkpoint_debug_enabled, set_checkpoint_early_stop
 
+import torch_recompute
 from laws.watch import vector
 from torch_recompute import _torch
-from torch_recompute._torch import checkpoints, compiler, cuda, devices, fakes, graphs, modes, storages
 
+MODULES = ("checkpoints", "compiler", "cuda", "devices", "fakes", "graphs", "modes", "storages")
+ACCELERATOR = "torch_recompute._torch.devices.ACCELERATOR"
+SAVED = "torch._C._autograd.SavedTensor"
+Call = Callable[[Any], Any]
+Place = Callable[[Callable[[], Any]], Any]
 Pair = namedtuple("Pair", "left right")
+aten = torch.ops.aten
 
 
-class FunctionMode(TorchFunctionMode):
-    """Does nothing."""
+class Row(NamedTuple):
+    """One shim, or several that belong together."""
+
+    shims: str
+    gives: Any
+    call: Call
+    gone: Any = ()  # by each name of torch that may be missing: what the call returns without it
+    acts: Any = ()  # what stands for a machine that is not here, by name
+    gpu: bool = False
 
 
-class DispatchMode(TorchDispatchMode):
-    """Counts operations."""
+ROWS: list[Row] = []
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-        self.entered = 0
 
-    def __enter__(self) -> Any:
-        self.entered += 1
-        return super().__enter__()
+def row(shims: str, gives: Any, call: Call | None = None, **more: Any) -> Any:
+    """Adds a row of the table; a decorator where the call is a function."""
+    if call is None:
+        return functools.partial(row, shims, gives, **more)
+    ROWS.append(Row(shims, gives, call, **more))
+    return call
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
+
+def each(shim: str, gives: list[Any], *values: Any, view: Call = lambda answer: answer, **more: Any) -> None:
+    """Adds a row: the shim of each of these values."""
+    row(shim, gives, lambda t: [view(operator.attrgetter(shim)(t)(value)) for value in values], **more)
+
+
+def ask(
+    shim: str, gives: list[Any], *places: "Place", args: Any = (), view: Call = lambda answer: answer, **more: Any
+) -> None:
+    """Adds a row: a question that the shim answers outside, and inside of each place."""
+    row(shim, gives, lambda t: asked(lambda: view(operator.attrgetter(shim)(t)(*args)), *places), **more)
+
+
+# --- where a question is asked ----------------------------------------------------------------------------------------
+
+
+def asked(question: Callable[[], Any], *places: Place) -> list[Any]:
+    """The answer outside, which must be the same after each place, and the answers inside of each."""
+    found = [question()]
+    for place in places:
+        place(lambda: found.append(question()))
+        assert question() == found[0]
+    return found
+
+
+def told(question: Callable[[], Any], place: Place) -> Any:
+    """The answer inside of a place, to a question that can be asked there alone."""
+    found: list[Any] = []
+    place(lambda: found.append(question()))
+    return found[0]
+
+
+def within(*contexts: Any) -> Place:
+    """The place inside of these contexts."""
+
+    def look_inside(look: Callable[[], Any]) -> None:
+        with contextlib.ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context)
+            look()
+
+    return look_inside
 
 
 class Look(torch.autograd.Function):
@@ -68,666 +124,267 @@ class Look(torch.autograd.Function):
         return grad * 2, None
 
 
-def in_backward(look: Any, **options: Any) -> None:
-    """Calls `look()` inside a backward call with these options."""
-    Look.apply(vector(), look).sum().backward(**options)
+def backward(**options: Any) -> Place:
+    """The place inside a backward call with these options."""
+    return lambda look: Look.apply(vector(), look).sum().backward(**options)
+
+
+def within_a_global_hook(look: Callable[[], Any]) -> None:
+    with nn.modules.module.register_module_forward_pre_hook(lambda *_: None):
+        look()
+
+
+def raised(call: Callable[[], Any]) -> str:
+    """The text of the error that a call raises."""
+    with pytest.raises((RuntimeError, ValueError), match=r".") as error:
+        call()
+    return str(error.value)
+
+
+class FunctionMode(TorchFunctionMode):
+    """Does nothing."""
+
+
+class DispatchMode(TorchDispatchMode):
+    """Counts operations, and shows each to `look`."""
+
+    def __init__(self, look: Callable[[Any], None] = lambda func: None) -> None:
+        super().__init__()
+        self.look = look
+        self.count = self.entered = 0
+
+    def __enter__(self) -> Any:
+        self.entered += 1
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        self.look(func)
+        return func(*args, **(kwargs or {}))
 
 
 # --- saved-tensor hooks -----------------------------------------------------------------------------------------------
 
 
-def test_hooks_are_pushed_and_popped() -> None:
+@row("push_hooks pop_hooks", (["inner", "outer"], True))
+def hooks_are_pushed_and_popped(t: Any) -> Any:
     """Pushed hooks see what autograd saves until they are popped, the innermost alone."""
-    outer: list[Any] = []
-    inner: list[Any] = []
-    _torch.push_hooks(lambda t: outer.append(t), lambda h: torch.ones(3))
-    _torch.push_hooks(lambda t: inner.append(t), lambda h: torch.full((3,), 7.0))
+    seen: list[str] = []
     x = vector()
+    t.push_hooks(lambda _: seen.append("outer"), lambda _: torch.ones(3))
+    t.push_hooks(lambda _: seen.append("inner"), lambda _: torch.full((3,), 7.0))
     y = x.sin()
-    _torch.pop_hooks()
+    t.pop_hooks()
     z = x.cos()
-    _torch.pop_hooks()
+    t.pop_hooks()
     x.tan()
-    assert len(inner) == len(outer) == 1
-    (grad,) = torch.autograd.grad(y.sum(), x)
-    assert torch.equal(grad, torch.full((3,), 7.0).cos())
-    torch.autograd.grad(z.sum(), x)
+    of_y, _ = (torch.autograd.grad(out.sum(), x)[0] for out in (y, z))
+    return seen, torch.equal(of_y, torch.full((3,), 7.0).cos())
 
 
-def test_any_global_hook() -> None:
-    """A hook for all modules is seen for as long as it is there."""
-    assert not _torch.any_global_hook()
-    handle = nn.modules.module.register_module_forward_pre_hook(lambda *_: None)
-    assert _torch.any_global_hook()
-    handle.remove()
-    assert not _torch.any_global_hook()
+HOOKS = (lambda tensor: tensor, lambda packed: packed)
 
 
-def test_ambient_hooks() -> None:
-    """The innermost hooks of this thread, or None; hooks of other threads are not seen."""
-    assert _torch.ambient_hooks() is None
-
-    def pack(t: torch.Tensor) -> torch.Tensor:
-        return t
-
-    def unpack(t: torch.Tensor) -> torch.Tensor:
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        assert _torch.ambient_hooks() == (pack, unpack)
-        other: list[Any] = []
-        thread = threading.Thread(target=lambda: other.append(_torch.ambient_hooks()))
+def on_another_thread(look: Callable[[], Any]) -> None:
+    with saved_tensors_hooks(*HOOKS):
+        thread = threading.Thread(target=look)
         thread.start()
         thread.join()
-        assert other == [None]
-    assert _torch.ambient_hooks() is None
 
+
+ask("any_global_hook", [False, True], within_a_global_hook, view=bool)
+ask("ambient_hooks", [None, HOOKS, None], within(saved_tensors_hooks(*HOOKS)), on_another_thread)
 
 # --- the running backward ---------------------------------------------------------------------------------------------
 
-
-def test_in_backward() -> None:
-    """Each backward call has a number of its own, the same for all that runs in it; outside there is none."""
-    seen: list[Any] = []
-    for _ in range(2):
-        in_backward(lambda: seen.append((_torch.in_backward(), _torch.graph_task_id())))
-    assert [inside for inside, _ in seen] == [True, True]
-    assert seen[0][1] != seen[1][1]
-    assert not _torch.in_backward()
-    assert _torch.graph_task_id() == -1
-
-
-@pytest.mark.parametrize("retain", [True, False])
-def test_graph_is_kept(retain: bool) -> None:
-    """Says what `retain_graph` was of the running call; False outside of one."""
-    seen: list[bool] = []
-    in_backward(lambda: seen.extend((_torch.graph_is_kept(), _torch.keeps_graph())), retain_graph=retain)
-    assert seen == [retain, retain]
-    assert not _torch.graph_is_kept()
+ask("in_backward", [False, True], backward())
+ask("graph_is_kept", [False, True, False], backward(retain_graph=True), backward(retain_graph=False))
+KEPT = [True, False]
+row("keeps_graph", KEPT, lambda t: [told(t.keeps_graph, backward(retain_graph=kept)) for kept in KEPT])
+    "keeps_graph", [True, False], lambda t: [told(t.keeps_graph, backward(retain_graph=keep)) for keep in (True, False)]
+)
+ask("current_node", [None, "LookBackward"], backward(), view=lambda node: node and node.name())
+ask("exec_group", [None], gone={"torch._C._get_graph_exec_group": [None]})
+ask("exec_group", [type(None), GraphExecGroup], within(GraphExecGroup()), view=type)
 
 
-def test_will_run() -> None:
+@row("graph_task_id", (-1, True))
+def each_backward_call_has_a_number(t: Any) -> Any:
+    """Each backward call has a number of its own; outside there is none."""
+    outside, one, other = asked(t.graph_task_id, backward(), backward())
+    return outside, len({outside, one, other}) == 3
+
+
+@row("will_run", [(True, True), (False, True), (False, True)])
+def nodes_that_run(t: Any) -> Any:
     """Says of a node whether the running call runs it, also of a leaf that `autograd.grad` was asked for."""
-    a, b = vector(), vector()
-    seen: list[tuple[bool, ...]] = []
-
-    def look() -> None:
-        edges = (torch.autograd.graph.get_gradient_edge(x) for x in (a, b))
-        seen.append(tuple(_torch.will_run(edge.node) for edge in edges))
-
+    a, b, seen = vector(), vector(), []
+    look = lambda: seen.append(tuple(t.will_run(get_gradient_edge(x).node) for x in (a, b)))  # noqa: E731
     loss = Look.apply(a * b, look).sum()
     loss.backward(retain_graph=True)
     torch.autograd.grad(loss, [b], retain_graph=True)
     loss.backward(inputs=[b])
-    assert seen == [(True, True), (False, True), (False, True)]
+    return seen
 
 
-def test_current_node() -> None:
-    """The node whose backward runs, with its name; None outside."""
-    seen: list[Any] = []
-    in_backward(lambda: seen.append(_torch.current_node().name()))
-    assert seen == ["LookBackward"]
-    assert _torch.current_node() is None
-
-
-def test_after_backward() -> None:
+@row("after_backward", ["node", "gradient", "after", "returned"])
+def a_callback(t: Any) -> Any:
     """A callback runs once, when the running call has computed all gradients, before it returns."""
     log: list[str] = []
     x = vector()
     x.register_hook(lambda grad: log.append("gradient"))
-
-    def look() -> None:
-        log.append("node")
-        _torch.after_backward(lambda: log.append("after"))
-
-    Look.apply(x, look).sum().backward()
-    log.append("returned")
-    assert log == ["node", "gradient", "after", "returned"]
+    Look.apply(x, lambda: (log.append("node"), t.after_backward(lambda: log.append("after")))).sum().backward()
+    return [*log, "returned"]
 
 
-def test_exec_group() -> None:
-    """The group that backward calls were put in, while there is one."""
-    assert _torch.exec_group() is None
-    with GraphExecGroup() as group:
-        assert _torch.exec_group() is not None
-        assert group is None or _torch.exec_group() is group
-    assert _torch.exec_group() is None
-
-
-def test_sequence_number() -> None:
+@row("sequence_number", (True, True))
+def numbers_of_operations(t: Any) -> Any:
     """Equal for all tensors that one operation saves, larger for the next operation that is recorded."""
     seen: list[int] = []
-
-    def pack(t: torch.Tensor) -> torch.Tensor:
-        seen.append(_torch.sequence_number())
-        return t.detach()
-
     x = vector()
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    with saved_tensors_hooks(lambda s: (seen.append(t.sequence_number()), s.detach())[1], lambda s: s):
         (x * (x + 1)).exp()
-    assert seen[0] == seen[1] < seen[2]
+    return seen[0] == seen[1], seen[1] < seen[2]
 
 
-def test_packed_of() -> None:
+@row("sequence_of", True)
+def numbers_of_nodes(t: Any) -> Any:
+    """Later nodes have larger numbers, and leaves the largest."""
+    y = vector().sin()
+    z = y.sin()
+    leaf = y.grad_fn.next_functions[0][0]
+    return t.sequence_of(y.grad_fn) < t.sequence_of(z.grad_fn) < t.sequence_of(leaf)
+
+
+@row("leads_to upstream nodes_from", ([(True, False)], [], 2))
+def what_backward_has_yet_to_reach(t: Any) -> Any:
+    """In a backward the leaf that it leads to is upstream until it has been reached, another leaf is not."""
+    leaf, other, seen = vector(), vector(), []
+    middle = leaf.sin()
+    middle.register_hook(lambda _: seen.append((t.leads_to(leaf), t.leads_to(other))))
+    middle.exp().sum().backward()
+    return seen, list(t.upstream()), len(list(t.nodes_from([None, middle.grad_fn])))
+
+
+@row("graphs.roots_of_backward", [[], True])
+def what_a_backward_began_with(t: Any) -> Any:
+    """The nodes that running backward calls began with: of tensors and of edges; none outside of one."""
+    x = vector()
+    hooked = x * 2
+    one, other = hooked.sum(), hooked.cos()
+
+    def look_within(look: Callable[[], Any]) -> None:
+        hooked.register_hook(lambda _: look())
+        torch.autograd.backward([one, get_gradient_edge(other)], [None, torch.ones(3)])
+
+    outside, inside = asked(t.graphs.roots_of_backward, look_within)
+    return [outside, inside == [one.grad_fn, other.grad_fn]]
+
+
+# --- what nodes have saved --------------------------------------------------------------------------------------------
+
+
+@row("graphs.packed_of graphs.SavedTensor", (True, True, None), gone={f"{SAVED}.data": (True, False, None)})
+def what_a_hook_packed(t: Any) -> Any:
     """What a pack hook returned is found again on the node; an object that cannot tell gives None."""
     token = object()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: token, lambda t: torch.ones(3)):
-        y = vector().exp()
-    assert isinstance(y.grad_fn._raw_saved_result, graphs.SavedTensor)
-    assert graphs.packed_of(y.grad_fn._raw_saved_result) is token
-    assert graphs.packed_of(object()) is None
+    with saved_tensors_hooks(lambda _: token, lambda _: torch.ones(3)):
+        node = vector().exp().grad_fn
+    saved = node._raw_saved_result
+    return isinstance(saved, t.graphs.SavedTensor), t.graphs.packed_of(saved) is token, t.graphs.packed_of(object())
 
 
-def test_unpack_hook_of() -> None:
+@row("graphs.unpack_hook_of", [HOOKS[1], None, None], gone={f"{SAVED}.unpack_hook": [None] * 3})
+def the_hook_that_unpacks(t: Any) -> Any:
     """The unpack hook that a tensor was saved under is found again on the node; None where there was none."""
-
-    def unpack(packed: torch.Tensor) -> torch.Tensor:
-        return packed
-
-    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, unpack):
-        y = vector().exp()
-    assert graphs.unpack_hook_of(y.grad_fn._raw_saved_result) is unpack
-    assert graphs.unpack_hook_of(vector().exp().grad_fn._raw_saved_result) is None
-    assert graphs.unpack_hook_of(object()) is None
+    with saved_tensors_hooks(torch.Tensor.detach, HOOKS[1]):
+        hooked = vector().exp().grad_fn
+    bare = vector().exp().grad_fn
+    return [*map(t.graphs.unpack_hook_of, (hooked._raw_saved_result, bare._raw_saved_result, object()))]
 
 
-class Older:
-    """A saved tensor as torch 2.11 shows it: hooks can be put on it, but not what lies there."""
-
-    def __init__(self, saved: Any) -> None:
-        self.register_hooks = saved.register_hooks
-
-
-class OlderNode:
-    """A node with such saved tensors."""
-
-    def __init__(self, node: Any) -> None:
-        self._raw_saved_self = Older(node._raw_saved_self)
-        self._raw_saved_other = Older(node._raw_saved_other)
-
-
-@pytest.mark.parametrize("view", [lambda node: node, OlderNode], ids=["2.13", "2.11"])
-def test_replace_saved(view: Callable[[Any], Any]) -> None:
+@row("graphs.replace_saved", (True, True, {"three"}), gone={f"{SAVED}.data": (True, True, {"three"})})
+def saved_tensors_are_replaced(t: Any) -> Any:
     """What `choose` picks is replaced and comes out of `unpack`; the rest, and what has hooks, stays as it is."""
-    x, y = vector(), vector() + 1
+    x, y, opened = vector(), vector() + 1, set()
     z = x * y
-    opened: list[Any] = []
-
-    def choosing(packed: str) -> Callable[[torch.Tensor], Any]:
-        return lambda tensor: packed if tensor.data_ptr() == x.data_ptr() else None
 
     def unpack(packed: Any) -> torch.Tensor:
-        opened.append(packed)
-        return torch.full((3,), 3.0) if packed == "three" else packed[0]
+        if not isinstance(packed, str):  # torch 2.11: looked at from within a hook, and left as it was
+            return packed[0]
+        opened.add(packed)
+        return torch.full((3,), 3.0)
 
-    graphs.replace_saved(view(z.grad_fn), choosing("three"), unpack)
-    graphs.replace_saved(view(z.grad_fn), choosing("other"), unpack)  # one pair of hooks, the first
-    (of_x, of_y) = torch.autograd.grad(z.sum(), [x, y])
-    assert torch.equal(of_x, y)
-    assert torch.equal(of_y, torch.full((3,), 3.0))
-    assert "three" in opened
-    assert "other" not in opened
+    for name in ("three", "other"):  # one pair of hooks, the first
+        t.graphs.replace_saved(z.grad_fn, lambda s, name=name: name if s.data_ptr() == x.data_ptr() else None, unpack)
+    of_x, of_y = torch.autograd.grad(z.sum(), [x, y])
+    return torch.equal(of_x, y), torch.equal(of_y, torch.full((3,), 3.0)), opened
 
 
-def test_replace_saved_in_a_custom_function() -> None:
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0] * ctx.saved_tensors[0]
+
+
+@row("graphs.replace_saved", [5.0] * 3, gone={f"{SAVED}.data": [5.0] * 3})
+def saved_tensors_of_a_custom_function_are_replaced(t: Any) -> Any:
     """A custom Function's saved tensors are looked at too, and a node without any is no harm."""
-
-    class Square(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            ctx.save_for_backward(x)
-            return x * x
-
-        @staticmethod
-        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-            return grads[0] * ctx.saved_tensors[0]
-
     y = Square.apply(vector())
-    graphs.replace_saved(y.grad_fn, lambda _: "five", lambda _: torch.full((3,), 5.0))
-    graphs.replace_saved((vector() + 1).grad_fn, lambda _: "five", lambda _: torch.ones(3))
-    assert torch.equal(y.grad_fn.saved_tensors[0], torch.full((3,), 5.0))
+    for node in (y.grad_fn, (vector() + 1).grad_fn):
+        t.graphs.replace_saved(node, lambda _: "five", lambda _: torch.full((3,), 5.0))
+    return y.grad_fn.saved_tensors[0].tolist()
 
 
-def test_is_plain() -> None:
-    """Tensors, parameters and fake tensors are plain; a wrapper of another tensor is not, nor is anything else."""
-
-    class Wrapper(torch.Tensor):
-        pass
-
-    with torch._subclasses.FakeTensorMode():
-        fake = torch.ones(3)
-    assert _torch.is_plain(vector())
-    assert _torch.is_plain(nn.Parameter(torch.ones(3)))
-    assert _torch.is_plain(fake)
-    assert not _torch.is_plain(torch.ones(3).as_subclass(Wrapper))
-    assert not _torch.is_plain(3.0)
+each("graphs.function_of", [Look, None], Look.apply(vector(), int).grad_fn, vector().sin().grad_fn)
 
 
-def test_autocast_on() -> None:
-    """Says what autocast says, and False for a device that has none."""
-    assert not _torch.autocast_on("cpu")
-    assert not _torch.autocast_on("meta")
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert _torch.autocast_on("cpu")
-        assert not _torch.autocast_on("meta")
+@row("graphs.capture_stack graphs.say_stack", (True, True, False, 2))
+def a_stack(t: Any) -> Any:
+    """A captured stack is told as the lines of user code, innermost last, without torch's own."""
 
+    def innermost() -> Any:
+        return t.graphs.capture_stack()
 
-def test_sequence_of() -> None:
-    """Later nodes have larger numbers, and leaves the largest."""
-    x = vector()
-    y = x.sin()
-    z = y.sin()
-    leaf = z.grad_fn.next_functions[0][0].next_functions[0][0]
-    assert _torch.sequence_of(y.grad_fn) < _torch.sequence_of(z.grad_fn) < _torch.sequence_of(leaf)
-
-
-def test_function_of() -> None:
-    """A node made by an autograd Function names it, and PyTorch's own nodes name none."""
-    x = torch.ones(2, requires_grad=True)
-    assert graphs.function_of(Look.apply(x, lambda: None).grad_fn) is Look
-    assert graphs.function_of(x.sin().grad_fn) is None
-
-
-def test_set_grad_enabled() -> None:
-    """Switches grad mode on this thread."""
-    _torch.set_grad_enabled(False)
-    try:
-        assert not torch.is_grad_enabled()
-    finally:
-        _torch.set_grad_enabled(True)
-    assert torch.is_grad_enabled()
-
-
-def test_version_of() -> None:
-    """The number of changes in place that a tensor and its views have seen."""
-    tensor = torch.zeros(3)
-    before = _torch.version_of(tensor)
-    tensor[0].add_(1)
-    assert _torch.version_of(tensor) == _torch.version_of(tensor[1:]) == before + 1
-
-
-# --- ambient modes ----------------------------------------------------------------------------------------------------
-
-
-def test_function_modes() -> None:
-    """Lists the modes, outermost first, and makes others the active ones without entering or leaving any."""
-    assert _torch.function_modes() == ()
-    with FunctionMode() as a, FunctionMode() as b:
-        assert _torch.function_modes() == (a, b)
-        _torch.set_function_modes((b,))
-        assert _torch.function_modes() == (b,)
-        _torch.set_function_modes(())
-        assert _torch.function_modes() == ()
-        _torch.set_function_modes((a, b))
-        assert _torch.function_modes() == (a, b)
-    assert _torch.function_modes() == ()
-
-
-def test_dispatch_modes() -> None:
-    """A mode pushed sees operations until it is popped, and is neither entered nor left."""
-    mode = DispatchMode()
-    torch.ones(3).sin()
-    _torch.push_dispatch_mode(mode)
-    torch.ones(3).sin()
-    _torch.pop_dispatch_mode()
-    torch.ones(3).sin()
-    assert mode.count == 2
-    assert mode.entered == 0
-
-
-# --- devices and settings ---------------------------------------------------------------------------------------------
-
-
-def test_device_generators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the accelerator that is initialised; none where none is, and where torch has no `xpu` at all."""
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    monkeypatch.delattr(torch, "xpu", raising=False)
-    assert tuple(_torch.device_generators()) == ()
-    generators = (torch.Generator(),)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "default_generators", generators)
-    assert _torch.device_generators() is generators
-
-
-def test_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The type that torch was built for is known without asking; that of this machine is None where there is none."""
-    built_for = torch.accelerator.current_accelerator()
-    assert getattr(built_for, "type", None) == _torch.ACCELERATOR
-    monkeypatch.setattr(devices, "ACCELERATOR", "cuda")
-    for there in (True, False):
-        monkeypatch.setattr(torch.accelerator, "is_available", lambda there=there: there)
-        assert _torch.accelerator() == ("cuda" if there else None)
-
-
-def test_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An accelerator is in use once its module says so, or has nothing to say; without one nothing is."""
-    monkeypatch.setattr(devices, "ACCELERATOR", None)
-    assert not _torch.in_use()
-    monkeypatch.setattr(devices, "ACCELERATOR", "npu")
-    for module, used in ((types.SimpleNamespace(is_initialized=lambda: False), False), (types.SimpleNamespace(), True)):
-        monkeypatch.setattr(torch, "npu", module, raising=False)
-        assert _torch.in_use() is used
-
-
-def test_device_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One state per device of an accelerator without generators, each put back alone; none for CUDA and XPU."""
-    states = {0: torch.zeros(2), 1: torch.ones(2)}
-    module = types.SimpleNamespace(device_count=lambda: 2, get_rng_state=states.get)
-    module.set_rng_state = lambda state, index: states.update({index: state})
-    assert _torch.device_states() == []
-    monkeypatch.setattr(devices, "ACCELERATOR", "npu")
-    monkeypatch.setattr(torch, "npu", module, raising=False)
-    assert [state.tolist() for state in _torch.device_states()] == [[0, 0], [1, 1]]
-    _torch.set_device_state(1, torch.full((2,), 7.0))
-    assert [state.tolist() for state in _torch.device_states()] == [[0, 0], [7, 7]]
-
-
-class Stream:
-    """A stream of an acted machine."""
-
-    def __init__(self, device_index: int, name: str, waits: list[Any]) -> None:
-        self.device_index, self.name, self.waits = device_index, name, waits
-
-    def wait_stream(self, other: "Stream") -> None:
-        self.waits.append((self.name, other.name))
-
-
-def test_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work is put on streams of several devices, waits both ways where they are others, and all is as before."""
-    waits: list[Any] = []
-    recorded: list[Any] = []
-    a, b, c, d = (Stream(i, name, waits) for i, name in ((0, "a"), (1, "b"), (0, "c"), (1, "d")))
-    present, here = {0: a, 1: b}, [0]
-    monkeypatch.setattr(devices, "ACCELERATOR", "meta")
-    monkeypatch.setattr(devices, "_module", lambda: types.SimpleNamespace(current_stream=None))
-    monkeypatch.setattr(devices, "_present_device", lambda: here[0])
-    monkeypatch.setattr(devices, "_present_stream", lambda index: present[index or 0])
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.accelerator, "set_stream", lambda s: present.update({s.device_index: s}))
-    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: here.__setitem__(0, index))
-    far = types.SimpleNamespace(device=torch.device("meta", 1), record_stream=lambda s: recorded.append(s.name))
-    tensors: Any = [torch.ones(2), torch.ones(2, device="meta"), far]
-    assert _torch.streams_of(tensors) == (b, a)
-    assert _torch.stream_for(tensors[0]) is None
-    assert _torch.stream_for(tensors[2]) is b
-    with _torch.on_streams((b, a)):
-        assert not waits
-    with pytest.raises(KeyError), _torch.on_streams((c, d)):
-        assert present == {0: c, 1: d}
-        assert here == [1]
-        raise KeyError
-    assert present == {0: a, 1: b}
-    assert here == [0]
-    assert waits == [("c", "a"), ("d", "b"), ("a", "c"), ("b", "d")]
-    _torch.wait_for(b, tensors[2])
-    assert len(waits) == 4
-    _torch.wait_for(d, tensors[2])
-    assert waits[4:] == [("b", "d")]
-    assert recorded == ["b"]
-    monkeypatch.setattr(devices, "_module", types.SimpleNamespace)
-    assert _torch.streams_of(tensors) == ()
-
-
-def changes() -> Iterator[Any]:
-    yield torch.autocast("cpu", torch.bfloat16)
-    yield torch.autocast("cpu", torch.float16)
-    yield torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
-    yield sdpa_kernel(SDPBackend.MATH)
-    yield sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION])
-    yield sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True)
-    yield torch.backends.cudnn.flags(enabled=False)
-    yield FunctionMode()
-    yield DispatchMode()
-
-
-@pytest.mark.parametrize("change", list(changes()), ids=lambda change: type(change).__name__)
-def test_settings_show_what_chooses_a_kernel(change: Any) -> None:
-    """Inside each context the settings differ from those outside, and are the same again afterwards."""
-    before = _torch.settings()
-    with change:
-        assert _torch.settings() != before
-    assert _torch.settings() == before
-
-
-def test_settings_are_put_back() -> None:
-    """Flags read in one place are put in force in another, and split from the modes that were read with them."""
-    outside = _torch.settings()
-    with torch.autocast("cpu", torch.bfloat16), FunctionMode() as function, DispatchMode() as dispatch:
-        inside = _torch.settings()
-    flags, functions, dispatches = _torch.split_settings(inside)
-    assert functions == (function,)
-    assert dispatches == (dispatch,)
-    assert _torch.split_settings(outside) == (outside, (), ())
-    _torch.set_flags(flags)
-    try:
-        assert torch.is_autocast_enabled("cpu")
-        assert _torch.settings() == list(flags)
-    finally:
-        _torch.set_flags(outside)
-    assert _torch.settings() == outside
-
-
-def test_preferred_kernels_are_read_again() -> None:
-    """What the process prefers now is taken into settings that were read before; what else has changed is not."""
-    taken = _torch.settings()
-    order = [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]
-    with sdpa_kernel(order, set_priority=True), torch.autocast("cpu", torch.bfloat16):
-        wanted = torch._C._get_sdp_priority_order()
-        for place, get in _torch.KERNEL_ORDERS:
-            taken[place] = get()
-    before = torch._C._get_sdp_priority_order()
-    torch._C._set_sdp_priority_order(wanted)
-    try:
-        assert taken == _torch.settings()
-    finally:
-        torch._C._set_sdp_priority_order(before)
-
-
-def test_without_the_newer_interface_to_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where torch has one interface to the precision of float32, that one is read and written."""
-    monkeypatch.delattr(torch._C, "_get_fp32_precision_getter")
-    lesser, before = load(inspect.getsource(_torch)), torch.get_float32_matmul_precision()
-    default = lesser.settings()
-    torch.set_float32_matmul_precision("medium")
-    try:
-        assert lesser.settings() != default
-        lesser.set_flags(default)
-        assert torch.get_float32_matmul_precision() == before
-    finally:
-        torch.set_float32_matmul_precision(before)
-    assert len(default) == len(_torch.settings()) - 9
-
-
-SETTINGS = [
-    "flash_sdp_enabled",
-    "cudnn_sdp_enabled",
-    "overrideable_sdp_enabled",
-    "sdp_priority_order",
-    "mkldnn_enabled",
-]
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_a_setting_that_torch_lacks_is_left_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the getter of a setting taken away the module loads, reads and writes the others."""
-    source = inspect.getsource(_torch)
-    monkeypatch.delattr(torch._C, f"_get_{name}")
-    lesser = load(source)
-    assert len(lesser.settings()) == len(_torch.settings()) - 1
-    lesser.set_flags(lesser.settings())
-
-
-def load(source: str) -> Any:
-    """`_torch` once more, under another name, as it is when torch is what it is now."""
-    specification = importlib.util.spec_from_file_location(
-        "torch_recompute._compat_again", _torch.__file__, submodule_search_locations=_torch.__path__
+    lines = t.graphs.say_stack(innermost())
+    innermost_last = "return t.graphs.capture_stack()" in lines[-1] and "innermost" in lines[-2]
+    return (
+        innermost_last,
+        "a_stack" in "".join(lines),
+        "/torch/" in "".join(lines),
+        len(t.graphs.say_stack(innermost(), last=2)),
     )
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "torch_recompute._compat_again", module)  # for its own imports
-        exec(compile(source, _torch.__file__, "exec"), module.__dict__)
-    for name in [name for name in sys.modules if name.startswith("torch_recompute._compat_again")]:
-        del sys.modules[name]
-    return module
 
 
-def test_without_execution_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where torch has no groups of backward calls there is never one."""
-    monkeypatch.delattr(torch._C, "_get_graph_exec_group")
-    lesser = load(inspect.getsource(_torch))
-    assert lesser.exec_group() is None
+@row("graphs.caller graphs.ENGINE", ["user", "user", "_engine_run_backward"])
+def who_calls_an_operation(t: Any) -> Any:
+    """Seen from a mode: the code around it, or the engine's where a formula of PyTorch's own runs in backward."""
+    seen: list[types.CodeType] = []
+    here = str(Path(__file__).parent)
+    look = DispatchMode(lambda func: seen.append(t.graphs.caller(here)) if func is aten.cos.default else None)
+    elsewhere: dict[str, Any] = {}
+    exec(compile("def user(x): return x.cos()", "/elsewhere/user.py", "exec"), elsewhere)
+    x = vector()
+    hooked = x * 2
+    hooked.register_hook(elsewhere["user"])
+    with look:
+        elsewhere["user"](x.detach())
+        hooked.sum().backward()
+        x.sin().sum().backward()  # of which the formula has a cosine
+    assert seen[2] is t.graphs.ENGINE
+    return [code.co_name for code in seen]
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("value", "container"),
-    [
-        ((1,), True),
-        ([], True),
-        ({}, True),
-        (OrderedDict(), True),
-        (Pair(1, 2), True),
-        (torch.ones(1), False),
-        ("text", False),
-        (None, False),
-        ({1}, False),
-        (object(), False),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_is_container(value: Any, container: bool) -> None:
-    """Containers are what pytrees take apart, and nothing else."""
-    assert _torch.is_container(value) is container
-
-
 class Sub(torch.Tensor):
     """A tensor subclass."""
-
-
-def test_is_parameter() -> None:
-    """A parameter is one also if its data is of a subclass; a plain tensor, with grad or not, is none."""
-    assert _torch.is_parameter(nn.Parameter(torch.ones(3)))
-    assert _torch.is_parameter(nn.Parameter(torch.ones(3), requires_grad=False))
-    assert _torch.is_parameter(nn.Parameter(torch.ones(3).as_subclass(Sub)))
-    for tensor in (torch.ones(3), vector(), torch.ones(3).as_subclass(Sub), nn.Parameter(torch.ones(3)).detach()):
-        assert not _torch.is_parameter(tensor)
-
-
-def test_parameter_of() -> None:
-    """A parameter and its views lead to the parameter; results, plain tensors and views of those do not."""
-    parameter = nn.Parameter(torch.ones(3, 4))
-    assert _torch.parameter_of(parameter) is parameter
-    assert _torch.parameter_of(parameter.mT) is parameter
-    assert _torch.parameter_of(parameter[1:]) is parameter
-    for tensor in (torch.ones(3), vector(), parameter * 2, vector()[1:]):
-        assert _torch.parameter_of(tensor) is None
-
-
-def test_storage_id() -> None:
-    """Views and detached tensors share the identity of their memory, copies do not; sparse ones have none."""
-    tensor = torch.ones(2, 3)
-    assert _torch.storage_id(tensor) == _torch.storage_id(tensor[1]) == _torch.storage_id(tensor.mT.detach()) != 0
-    assert _torch.storage_id(tensor.clone()) != _torch.storage_id(tensor)
-    assert _torch.storage_id(torch.eye(2).to_sparse()) == 0
-
-
-def test_same_bytes() -> None:
-    """Equal bytes are equal; another byte, or another number of them, is not."""
-    state = torch.default_generator.get_state()
-    other = state.clone()
-    other[-1] ^= 1
-    assert [_torch.same_bytes(state, x) for x in (state.clone(), other, state[:-1])] == [True, False, False]
-    assert _torch._differ(state.data_ptr(), other.data_ptr(), 5056)
-
-
-# --- diagnosis --------------------------------------------------------------------------------------------------------
-
-
-def test_copy_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each tensor of one list takes the values of that of the other; a new list is made where there is none."""
-    targets = [torch.zeros(2), torch.zeros(3)]
-    _torch.copy_each(targets, [torch.ones(2), torch.full((3,), 2.0)])
-    assert [t.tolist() for t in targets] == [[1, 1], [2, 2, 2]]
-    for _ in range(2):
-        assert [t.tolist() for t in load(inspect.getsource(_torch)).clone_each(targets)] == [[1, 1], [2, 2, 2]]
-        monkeypatch.delattr(torch, "_foreach_clone", raising=False)
-
-
-def test_versions_kept() -> None:
-    """What is written within keeps its version, and is not recorded for backward."""
-    tensor, other, weight = torch.zeros(2), torch.zeros(2), torch.ones(2, requires_grad=True)
-    with _torch.versions_kept():
-        tensor[:1].add_(weight[:1])
-        torch._foreach_copy_([tensor, other], [weight, weight])
-        assert (tensor._version, other._version) == (0, 0)
-    assert tensor.tolist() == other.tolist() == [1, 1]
-    assert not tensor.requires_grad
-    assert tensor.add_(1)._version == 1
-
-
-def test_assert_on_device() -> None:
-    """Nothing is said of a tensor that is true; one that is false raises, on the CPU at once, with the text."""
-    _torch.assert_on_device(torch.tensor(True), "never")
-    with pytest.raises(RuntimeError, match="out of step"):
-        _torch.assert_on_device(torch.tensor(False), "out of step")
-
-
-def test_what_the_compiler_does_not_see() -> None:
-    """`unseen` calls a function outside of what is compiled, and as it is where nothing is."""
-    seen: list[bool] = []
-
-    def look(x: torch.Tensor) -> torch.Tensor:
-        seen.append(torch.compiler.is_dynamo_compiling())
-        return x + len(seen)
-
-    assert modes.compiler_at_work() is None
-    assert modes.unseen(look, torch.zeros(())) == 1
-    compiled = torch.compile(lambda x: modes.unseen(look, x.sin()).cos(), backend="eager")
-    for _ in range(2):
-        compiled(torch.zeros(()))
-    assert seen == [False, False, False]
-
-
-def test_stack() -> None:
-    """A captured stack is told as the lines of user code, innermost last, without torch's own."""
-
-    def innermost() -> Any:
-        return graphs.capture_stack()
-
-    lines = graphs.say_stack(innermost())
-    text = "\n".join(lines)
-    assert "return graphs.capture_stack()" in lines[-1]
-    assert "innermost" in lines[-2]
-    assert "/torch/" not in text
-    assert len(graphs.say_stack(innermost(), last=2)) == 2
-
-
-def test_overrides() -> None:
-    """PyTorch's two context managers are read; outside of them, and for None, they say nothing."""
-    assert checkpoints.early_stop_override() is None
-    assert checkpoints.debug_override() is None
-    for value in (True, False):
-        with set_checkpoint_early_stop(value), set_checkpoint_debug_enabled(value):
-            assert checkpoints.early_stop_override() is value
-            assert checkpoints.debug_override() is value
-    with set_checkpoint_debug_enabled(None):
-        assert checkpoints.debug_override() is None
-    assert checkpoints.early_stop_override() is None
-
-
-def test_what_an_operation_writes_to() -> None:
-    """The arguments that the schema marks as written, by position and by name; none of what has no schema."""
-    x, y = torch.zeros(2), torch.ones(2)
-    aten = torch.ops.aten
-    assert [t is x for t in _torch.written_by(aten.add_.Tensor, (x, y), {})] == [True]
-    assert [t is y for t in _torch.written_by(aten.add.out, (x, x), {"out": y})] == [True]
-    assert _torch.written_by(aten._foreach_add_.List, ([x], [y]), {})[0][0] is x
-    assert _torch.written_by(aten.add.Tensor, (x, y), {}) == []
-    assert _torch.written_by(len, (x,), {}) == []
 
 
 class Shown(torch.Tensor):
@@ -741,145 +398,381 @@ class Shown(torch.Tensor):
         return torch.empty(0)
 
 
-def test_a_tensor_without_memory() -> None:
-    """It has the layout that is asked for and no address, and functions reach its own dispatch."""
-    made = _torch.without_memory(Shown, (2, 3), (1, 2), torch.float16, torch.device("cpu"))
-    assert type(made) is Shown
-    assert (made.shape, made.stride(), made.dtype, made.device.type) == ((2, 3), (1, 2), torch.float16, "cpu")
-    assert not made.requires_grad
-    assert torch.Tensor.data_ptr(made) == 0
-    assert made.sin().shape == (0,)
+def fake(*shape: int) -> Any:
+    with FakeTensorMode():
+        return torch.ones(*shape)
 
 
-def test_whether_code_is_being_traced() -> None:
-    """Only while torch.compile looks at code."""
-    seen: list[bool] = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        seen.append(_torch.being_traced())
-        return graph
-
-    assert not _torch.being_traced()
-    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
-    assert seen == [True]
-    assert not _torch.being_traced()
+def d_tensor(module: str) -> torch.Tensor:
+    """A tensor of a class named `DTensor`, of torch's or of somebody's own."""
+    return torch.ones(2).as_subclass(type("DTensor", (torch.Tensor,), {"__module__": module}))
 
 
-def test_versions_of_tensors() -> None:
+SUB, WEIGHT, MEMORY = torch.ones(3).as_subclass(Sub), nn.Parameter(torch.ones(3, 4)), torch.ones(2, 3)
+STATE = torch.default_generator.get_state()
+OTHER = torch.cat([STATE[:-1], STATE[-1:] ^ 1])
+# Fake tensors are plain; a wrapper of another tensor is not, nor is anything else.
+each("is_plain", [True, True, True, False, False], vector(), WEIGHT, fake(3), SUB, 3.0)
+each("is_plain_kind", [True, False], torch.Tensor, Sub)
+# A parameter is one also if its data is of a subclass; a plain tensor, with grad or not, is none.
+each("is_parameter", [True] * 3, WEIGHT, nn.Parameter(SUB), nn.Parameter(torch.ones(3), requires_grad=False))
+each("is_parameter", [False] * 4, torch.ones(3), vector(), SUB, WEIGHT.detach())
+# A parameter and its views lead to the parameter; results, plain tensors and views of those do not.
+each("parameter_of", [True] * 3, WEIGHT, WEIGHT.mT, WEIGHT[1:], view=lambda parameter: parameter is WEIGHT)
+each("parameter_of", [None] * 4, torch.ones(3), vector(), WEIGHT * 2, vector()[1:])
+# Views and detached tensors share the identity of their memory, copies do not; sparse ones have none.
+each(
+    "storage_id", [True] * 3, MEMORY, MEMORY[1], MEMORY.mT.detach(), view=lambda i: i == _torch.storage_id(MEMORY) != 0
+)
+each("storage_id", [False], MEMORY.clone(), view=lambda i: i == _torch.storage_id(MEMORY))
+each("storage_id", [0], torch.eye(2).to_sparse())
+row("same_bytes", [True, False, False], lambda t: [t.same_bytes(STATE, x) for x in (STATE.clone(), OTHER, STATE[:-1])])
+row("same_bytes", True, lambda t: t._differ(STATE.data_ptr(), OTHER.data_ptr(), 5056))  # Windows has memcmp elsewhere
+# Containers are what pytrees take apart, and nothing else.
+each("is_container", [True] * 5, (1,), [], {}, OrderedDict(), Pair(1, 2))
+each("is_container", [False] * 5, torch.ones(1), "text", None, {1}, object())
+each("is_operator", [True, False], aten.mm.default, len)
+each("fakes.is_sharded", [False, True], d_tensor("mine"), d_tensor("torch.distributed.tensor"))
+each("fakes.is_wrapper", [False], torch.ones(2))
+CLONES = [[[1, 1], [2, 2, 2]]]
+ONES_AND_TWOS = [torch.ones(2), torch.full((3,), 2.0)]
+each(
+    "clone_each",
+    CLONES,
+    ONES_AND_TWOS,
+    view=lambda made: [t.tolist() for t in made],
+    gone={"torch._foreach_clone": CLONES},
+)
+
+
+@row("copy_each", [[1, 1], [2, 2, 2]])
+def copies(t: Any) -> Any:
+    """Each tensor of one list takes the values of that of the other."""
+    targets = [torch.zeros(2), torch.zeros(3)]
+    t.copy_each(targets, [torch.ones(2), torch.full((3,), 2.0)])
+    return [target.tolist() for target in targets]
+
+
+@row("set_grad_enabled", [False, True])
+def grad_mode(t: Any) -> Any:
+    """Grad mode is switched on this thread."""
+    return [(t.set_grad_enabled(on), torch.is_grad_enabled())[1] for on in (False, True)]
+
+
+@row("version_of", [0, 1, 1])
+def versions(t: Any) -> Any:
+    """The number of changes in place that a tensor and its views have seen."""
+    tensor = torch.zeros(3)
+    return [t.version_of(tensor), t.version_of(tensor[0].add_(1)), t.version_of(tensor[1:])]
+
+
+@row("versions_kept", ([0, 0], [[1, 1], [1, 1]], False, 1))
+def versions_do_not_rise(t: Any) -> Any:
+    """What is written within keeps its version, and is not recorded for backward."""
+    tensor, other, weight = torch.zeros(2), torch.zeros(2), torch.ones(2, requires_grad=True)
+    with t.versions_kept():
+        tensor[:1].add_(weight[:1])
+        torch._foreach_copy_([tensor, other], [weight, weight])
+        kept = [tensor._version, other._version]
+    return kept, [tensor.tolist(), other.tolist()], tensor.requires_grad, tensor.add_(1)._version
+
+
+@row("storages.versions_of storages.set_versions", ([0], 0))
+def versions_are_put_back(t: Any) -> Any:
     """A tensor whose contents were put back is of the version that it had, so what a graph saved of it is valid."""
-    weight, buffer = torch.ones(3, requires_grad=True), torch.ones(3)
+    weight, buffer = vector(), torch.ones(3)
     with torch.inference_mode():
         uncounted = torch.ones(3)
     loss = (weight * buffer).sum()
-    versions = storages.versions_of([buffer, uncounted])
-    assert [version for _, version in versions] == [0]
+    found = t.storages.versions_of([buffer, uncounted])
     buffer.add_(1).sub_(1)
-    storages.set_versions(versions)
-    assert buffer._version == 0
+    t.storages.set_versions(found)
     loss.backward()
+    return [version for _, version in found], buffer._version
 
 
-def test_the_dtype_of_autocast() -> None:
-    """The dtype of the autocast that is on for one of the devices; nothing where none is, or a device knows none."""
-    assert modes.autocast_dtype("", "meta", "cpu") == ""
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert modes.autocast_dtype("meta", "cpu") == "bfloat16"
+@row("assert_on_device", "out of step")
+def what_is_false_raises(t: Any) -> Any:
+    """Nothing is said of a tensor that is true; one that is false raises, on the CPU at once, with the text."""
+    t.assert_on_device(torch.tensor(True), "never")
+    return raised(lambda: t.assert_on_device(torch.tensor(False), "out of step")).splitlines()[0]
 
 
-def test_what_backward_has_yet_to_reach() -> None:
-    """In a backward the leaf that it leads to is upstream until it has been reached, another leaf is not."""
-    leaf, other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
-    middle, seen = leaf.sin(), []
-    middle.register_hook(lambda _: seen.append((_torch.leads_to(leaf), _torch.leads_to(other))))
-    middle.exp().sum().backward()
-    assert seen == [(True, False)]
-    assert list(_torch.upstream()) == []
-    assert len(list(_torch.nodes_from([None, middle.grad_fn]))) == 2
+@row("written_by", [True, True, True, 0, 0])
+def what_an_operation_writes_to(t: Any) -> Any:
+    """The arguments that the schema marks as written, by position and by name; none of what has no schema."""
+    x, y = torch.zeros(2), torch.ones(2)
+    return [
+        [s is x for s in t.written_by(aten.add_.Tensor, (x, y), {})] == [True],
+        [s is y for s in t.written_by(aten.add.out, (x, x), {"out": y})] == [True],
+        t.written_by(aten._foreach_add_.List, ([x], [y]), {})[0][0] is x,
+        len(t.written_by(aten.add.Tensor, (x, y), {})),
+        len(t.written_by(len, (x,), {})),
+    ]
 
 
-# How hooks of this library look to torch's selective contexts: tests/compat/test_checkpoint.py.
-SELECTIVE = {"respect_hooks", "see_through", "SEE_THROUGH"}
-# Bytes that a call allocates: tests/memory/test_measure.py, tests/memory/test_workspaces.py.
-ALLOCATIONS = {"cpu_allocations", "cpu_bytes_between"}
+@row("without_memory no_torch_function", (Shown, (2, 3), (1, 2), torch.float16, "cpu", False, 0, (0,)))
+def a_tensor_without_memory(t: Any) -> Any:
+    """It has the layout that is asked for and no address, and functions reach its own dispatch."""
+    made = t.without_memory(Shown, (2, 3), (1, 2), torch.float16, torch.device("cpu"))
+    layout = (type(made), made.shape, made.stride(), made.dtype, made.device.type, made.requires_grad)
+    return *layout, torch.Tensor.data_ptr(made), made.sin().shape
 
 
-def test_every_shim_is_tried() -> None:
-    """This file speaks of each public name of `_torch/`, so a new shim cannot come without its test."""
-    names = {
-        target.id
-        for node in ast.parse(inspect.getsource(_torch)).body
-        for target in ([node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", ()))
-        if isinstance(target, ast.Name)
-    }
-    names |= {node.name for node in ast.parse(inspect.getsource(_torch)).body if isinstance(node, ast.FunctionDef)}
-    text = Path(__file__).read_text(encoding="utf-8")
-    # Pytrees are public in all but name, and tried by tests/core/test_arguments.py.
-    missing = {n for n in names if not n.startswith("_") and n not in text} - PYTREES - SELECTIVE
-    assert not missing
-    for module in (fakes, storages, graphs, checkpoints):
-        made = [node for node in ast.parse(inspect.getsource(module)).body if isinstance(node, STATEMENTS)]
-        unspoken = {n.name for n in made if not n.name.startswith("_") and n.name not in text}
-        unspoken -= SELECTIVE | ALLOCATIONS
-        assert not unspoken, module.__name__
+# --- ambient modes, autocast and settings -----------------------------------------------------------------------------
+
+BF16 = {"device_type": "cpu", "dtype": torch.bfloat16}
+ORDER = [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]
 
 
-def test_every_stand_in_is_tried() -> None:
-    """For each name of torch that a shim can do without, this file takes that name away."""
-    found: set[str] = set()
-    for path in sorted(Path(_torch.__file__).parent.glob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            name = getattr(getattr(node, "func", None), "id", None)
-            if name in ("getattr", "hasattr") and isinstance(node, ast.Call):
-                owner, what = (ast.unparse(arg) for arg in node.args[:2])
-                if owner.split(".")[0] in ("torch", "_C", "config") and (name == "hasattr" or len(node.args) == 3):
-                    found.add(f"{owner}.{what}")
-            if isinstance(node, ast.ExceptHandler) and ast.unparse(node.type or ast.Constant("")) == "ImportError":
-                found.add(f"{path.name}: import")
-    assert found == {
-        "_C.'_get_graph_exec_group'",  # test_without_execution_groups
-        "_C.f'_get_{name}'",  # test_a_setting_that_torch_lacks_is_left_out
-        "_C.f'_set_{setter or name}'",
-        "_C.'_get_fp32_precision_getter'",  # test_without_the_newer_interface_to_precision, test_tf32_is_...
-        "torch.'xpu'",  # test_device_generators
-        "torch.'_foreach_clone'",  # test_copy_each
-        "torch.UntypedStorage.'_new_with_weak_ptr'",  # test_memory_that_torch_cannot_find_again
-        "config.'activation_memory_budget'",  # test_the_budget_of_compiled_code
-        "compiler.py: import",
-    }
+def changes() -> Iterator[Any]:
+    """What chooses a kernel, each in another way."""
+    yield torch.autocast(**BF16)
+    yield torch.autocast("cpu", torch.float16)
+    yield torch.autocast(**BF16, cache_enabled=False)
+    yield sdpa_kernel(SDPBackend.MATH)
+    yield sdpa_kernel(ORDER)
+    yield sdpa_kernel(ORDER[::-1], set_priority=True)
+    yield torch.backends.cudnn.flags(enabled=False)
+    yield FunctionMode()
+    yield DispatchMode()
 
 
-STATEMENTS = (ast.FunctionDef, ast.ClassDef)
-PYTREES = {"tree_flatten", "tree_unflatten", "tree_leaves", "tensors_in"}
+@row("settings", [0, 9])
+def settings_differ(t: Any) -> Any:
+    """Inside each context the settings differ from those outside, and are the same again afterwards."""
+    outside, *inside = asked(t.settings, *map(within, changes()))
+    return [inside.count(outside), len(inside)]
 
 
-# --- memory held weakly -----------------------------------------------------------------------------------------------
+# A setting that torch lacks is left out: the others are read and written. The precision of float32 is nine of them.
+SETTINGS = (
+    "flash_sdp_enabled",
+    "cudnn_sdp_enabled",
+    "overrideable_sdp_enabled",
+    "sdp_priority_order",
+    "mkldnn_enabled",
+)
+row(
+    "settings set_flags",
+    0,
+    lambda t: (t.set_flags(t.settings()), len(_torch.settings()) - len(t.settings()))[1],
+    gone={
+        **{f"torch._C._get_{name}": 1 for name in SETTINGS},
+        "torch._C._set_cudnn_enabled": 1,
+        "torch._C._get_fp32_precision_getter": 9,
+        "operator.call": 0,
+    },
+)
 
 
-def test_memory_is_found_again_while_it_is_alive() -> None:
-    """Weakly held memory is the same memory as long as a tensor has it, and nothing afterwards."""
-    tensor = torch.arange(6.0)
-    memory = storages.Memory(tensor[2:])
-    again = memory.flat(6, torch.float32)
-    assert again is not None
-    assert again.data_ptr() == tensor.data_ptr()
-    assert torch.equal(again, tensor)
-    del tensor
-    assert memory.flat(6, torch.float32) is not None
-    del again
-    assert memory.flat(6, torch.float32) is None
+@row("settings set_flags", (True, True), gone={"torch._C._get_fp32_precision_getter": (True, True)})
+def precision_is_read_and_written(t: Any) -> Any:
+    """Also where torch has one interface to the precision of float32, that one is read and written."""
+    default, before = t.settings(), torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        seen = t.settings() != default
+        t.set_flags(default)
+        return seen, torch.get_float32_matmul_precision() == before
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
-def test_memory_that_torch_cannot_find_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the private name memory is not found again, so that it is copied once more."""
-    monkeypatch.setattr(storages, "_revive", None)
-    tensor = torch.arange(6.0)
-    assert storages.Memory(tensor).flat(6, torch.float32) is None
+@row("settings set_flags split_settings", (True, True, True, True))
+def settings_are_put_back(t: Any) -> Any:
+    """Flags read in one place are put in force in another, and split from the modes that were read with them."""
+    outside = t.settings()
+    with torch.autocast(**BF16), FunctionMode() as function, DispatchMode() as dispatch:
+        flags, *modes = t.split_settings(t.settings())
+    t.set_flags(flags)
+    try:
+        in_force = torch.is_autocast_enabled("cpu") and t.settings() == list(flags)
+    finally:
+        t.set_flags(outside)
+    alone = t.split_settings(outside) == (outside, (), ())
+    return modes == [(function,), (dispatch,)], alone, in_force, t.settings() == outside
 
 
-# --- captures ---------------------------------------------------------------------------------------------------------
+@row("KERNEL_ORDERS", True)
+def preferred_kernels_are_read_again(t: Any) -> Any:
+    """What the process prefers now is taken into settings that were read before; what else has changed is not."""
+    taken = t.settings()
+    with sdpa_kernel(ORDER, set_priority=True), torch.autocast(**BF16):
+        wanted = torch._C._get_sdp_priority_order()
+        for place, get in t.KERNEL_ORDERS:
+            taken[place] = get()
+    before = torch._C._get_sdp_priority_order()
+    torch._C._set_sdp_priority_order(wanted)
+    try:
+        return taken == t.settings()
+    finally:
+        torch._C._set_sdp_priority_order(before)
 
 
-def test_a_generator_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+@row("function_modes set_function_modes", [[], "ab", "b", "", "ab", []])
+def function_modes(t: Any) -> Any:
+    """Lists the modes, outermost first, and makes others the active ones without entering or leaving any."""
+    found: list[Any] = [[*t.function_modes()]]
+    with FunctionMode() as a, FunctionMode() as b:
+        name = {a: "a", b: "b"}
+        found.append("".join(map(name.__getitem__, t.function_modes())))
+        for modes in ((b,), (), (a, b)):
+            t.set_function_modes(modes)
+            found.append("".join(map(name.__getitem__, t.function_modes())))
+    return [*found, [*t.function_modes()]]
+
+
+@row("push_dispatch_mode pop_dispatch_mode modes.without_modes", (2, 0))
+def dispatch_modes(t: Any) -> Any:
+    """A mode pushed sees operations until it is popped, and is neither entered nor left."""
+    mode = DispatchMode()
+    torch.ones(3).sin()
+    t.push_dispatch_mode(mode)
+    torch.ones(3).sin()
+    with t.modes.without_modes():
+        assert torch.ones(2).sum().item() == 2
+    t.pop_dispatch_mode()
+    torch.ones(3).sin()
+    return mode.count, mode.entered
+
+
+ask("autocast_on", [False, True], within(torch.autocast(**BF16)), args=["cpu"])
+ask("autocast_on", [False, False], within(torch.autocast(**BF16)), args=["meta"])  # which has no autocast
+ask("autocast_dtype", ["", "bfloat16"], within(torch.autocast(**BF16)), args=["", "meta", "cpu"])
+ask("modes.transforming", [None, 1], lambda look: torch.func.vmap(lambda x: (x, look())[0])(torch.ones(2)))
+
+
+# --- compiled and traced code -----------------------------------------------------------------------------------------
+
+
+@row("modes.unseen modes.compiler_at_work", (None, 1, [False, False, False]))
+def what_the_compiler_does_not_see(t: Any) -> Any:
+    """`unseen` calls a function outside of what is compiled, and as it is where nothing is."""
+    seen: list[bool] = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.compiler.is_dynamo_compiling())
+        return x + len(seen)
+
+    at_work, first = t.modes.compiler_at_work(), t.modes.unseen(look, torch.zeros(()))
+    compiled = torch.compile(lambda x: t.modes.unseen(look, x.sin()).cos(), backend="eager")
+    for _ in range(2):
+        compiled(torch.zeros(()))
+    return at_work, first, seen
+
+
+def while_compiling(look: Callable[[], Any]) -> None:
+    torch.compile(lambda x: x + 1, backend=lambda graph, inputs: (graph, look())[0])(torch.ones(2))
+
+
+def while_a_graph_is_made(look: Callable[[], Any]) -> None:
+    make_fx(lambda x: (look(), x + 1)[1])(torch.ones(2))
+
+
+ask("being_traced", [False, True], while_compiling)
+ask("fakes.traced", [False, True, True], while_a_graph_is_made, within(FakeTensorMode()))
+
+CONFIG = "torch._functorch.config"
+
+
+@row("compiler.activation_memory_budget", [1.0, 0.25], gone={CONFIG: None, f"{CONFIG}.activation_memory_budget": None})
+def the_budget_of_compiled_code(t: Any) -> Any:
+    """Inside the context the setting has the value, afterwards its own again; where there is none, None says so."""
+    context = t.compiler.activation_memory_budget(0.25)
+    if context is None:
+        return None
+    config: Any = importlib.import_module(CONFIG)
+    return asked(lambda: config.activation_memory_budget, within(context))
+
+
+# --- devices ----------------------------------------------------------------------------------------------------------
+
+
+def yes() -> bool:
+    return True
+
+
+def no() -> bool:
+    return False
+
+
+def npu(**module: Any) -> dict[str, Any]:
+    """An accelerator that torch does not know, with this module."""
+    return {ACCELERATOR: "npu", "torch.npu": types.SimpleNamespace(**module)}
+
+
+STARTED, GENERATORS = "torch.cuda.is_initialized", (torch.Generator(),)
+BUILT_FOR = getattr(torch.accelerator.current_accelerator(), "type", None)  # known without asking
+ask("device_generators", [()], view=tuple, acts={STARTED: no}, gone={"torch.xpu": [()]})
+ask("device_generators", [GENERATORS], acts={STARTED: yes, "torch.cuda.default_generators": GENERATORS})
+row("ACCELERATOR", BUILT_FOR, lambda t: t.ACCELERATOR)
+ask("accelerator", ["cuda"], acts={ACCELERATOR: "cuda", "torch.accelerator.is_available": yes})
+ask("accelerator", [None], acts={ACCELERATOR: "cuda", "torch.accelerator.is_available": no})
+# An accelerator is in use once its module says so, or has nothing to say; without one nothing is.
+ask("in_use", [False], acts={ACCELERATOR: None})
+ask("in_use", [False], acts=npu(is_initialized=no))
+ask("in_use", [True], acts=npu())
+ask("device_states", [[]])
+STATES = {0: torch.zeros(2), 1: torch.ones(2)}
+
+
+@row(
+    "device_states set_device_state",
+    [[[0, 0], [1, 1]], [[0, 0], [7, 7]]],
+    acts=npu(device_count=lambda: 2, get_rng_state=STATES.get, set_rng_state=lambda s, i: STATES.update({i: s})),
+)
+def states_of_devices(t: Any) -> Any:
+    """One state per device of an accelerator without generators, each put back alone; none for CUDA and XPU."""
+    STATES.update({0: torch.zeros(2), 1: torch.ones(2)})
+    before = [state.tolist() for state in t.device_states()]
+    t.set_device_state(1, torch.full((2,), 7.0))
+    return [before, [state.tolist() for state in t.device_states()]]
+
+
+class Stream:
+    """A stream of an acted machine."""
+
+    def __init__(self, device_index: int, name: str, waits: list[Any]) -> None:
+        self.device_index, self.name, self.waits = device_index, name, waits
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.waits.append(self.name + other.name)
+
+
+@row("streams_of stream_for on_streams wait_for", (["ca", "db", "ac", "bd"], ["bd"], ["b"], ()))
+def streams(t: Any) -> Any:
+    """Work is put on streams of several devices, waits both ways where they are others, and all is as before."""
+    waits: list[str] = []
+    recorded: list[str] = []
+    a, b, c, d = (Stream(i, name, waits) for i, name in ((0, "a"), (1, "b"), (0, "c"), (1, "d")))
+    present, here = {0: a, 1: b}, [0]
+    far = types.SimpleNamespace(device=torch.device("meta", 1), record_stream=lambda s: recorded.append(s.name))
+    tensors: Any = [torch.ones(2), torch.ones(2, device="meta"), far]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(t.devices, "ACCELERATOR", "meta")
+        patch.setattr(t.devices, "_module", lambda: types.SimpleNamespace(current_stream=None))
+        patch.setattr(t.devices, "_present_device", lambda: here[0])
+        patch.setattr(t.devices, "_present_stream", lambda index: present[index or 0])
+        patch.setattr(torch.accelerator, "device_count", lambda: 2)
+        patch.setattr(torch.accelerator, "set_stream", lambda s: present.update({s.device_index: s}))
+        patch.setattr(torch.accelerator, "set_device_index", lambda index: here.__setitem__(0, index))
+        assert (t.streams_of(tensors), t.stream_for(tensors[0]), t.stream_for(far)) == ((b, a), None, b)
+        with t.on_streams((b, a)):
+            assert not waits
+        with pytest.raises(KeyError), t.on_streams((c, d)):
+            assert (present, here) == ({0: c, 1: d}, [1])
+            raise KeyError
+        assert (present, here) == ({0: a, 1: b}, [0])
+        t.wait_for(b, far)
+        switched = [*waits]
+        t.wait_for(d, far)
+        patch.setattr(t.devices, "_module", types.SimpleNamespace)
+        return switched, waits[4:], recorded, t.streams_of(tensors)
+
+
+@row("devices.captured_state devices.set_captured_state", [(-5, 8), (-5, 20)])
+def a_generator_in_a_capture(t: Any) -> Any:
     """Seed and offset are read from a state of sixteen bytes, and written back as one."""
 
     class Generator:
@@ -893,87 +786,137 @@ def test_a_generator_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
             self.state = state
 
     generator: Any = Generator()
-    pair = devices.captured_state(generator)
-    assert pair == (-5, 8)
+    before = t.devices.captured_state(generator)
     with torch.device("meta"):
-        devices.set_captured_state(generator, (-5, 20))
-    assert devices.captured_state(generator) == (-5, 20)
+        t.devices.set_captured_state(generator, (-5, 20))
+    return [before, t.devices.captured_state(generator)]
 
 
-@pytest.mark.gpu
-def test_capturing() -> None:
+@row("devices.capturing devices.captured_state", [(False, 0), (True, 0), (True, True)], gpu=True)
+def capturing(t: Any) -> Any:
     """Inside a capture, and only there, work is captured; the offset in it begins at 0."""
     torch.rand(4, device="cuda")
-    graph = torch.cuda.CUDAGraph()
-    assert not devices.capturing()
-    with torch.cuda.graph(graph):
-        assert devices.capturing()
+    found: list[Any] = [(t.devices.capturing(), 0)]
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
-        assert devices.captured_state(generator)[1] == 0
+        found.append((t.devices.capturing(), t.devices.captured_state(generator)[1]))
         torch.rand(4, device="cuda")
-        assert devices.captured_state(generator)[1] > 0
-    assert not devices.capturing()
+        found.append((t.devices.capturing(), t.devices.captured_state(generator)[1] > 0))
+    assert not t.devices.capturing()
+    return found
 
 
-# --- fake tensors -----------------------------------------------------------------------------------------------------
+# By default a convolution may be computed in TF32 and a product not, also as torch says it without precisions.
+PRECISIONS = {"torch._C._get_fp32_precision_getter": [True, False]}
+each("cuda.tf32", [True, False], "aten.convolution.default", "aten.mm.default", gone=PRECISIONS)
+# The order of attention's kernels: the user's counts, else torch's, with cuDNN first where torch puts it there.
+BY_ORDER, ON_AMPERE = ["math", "flash"], ["flash", "efficient", "math", "cudnn"]
+ask("cuda.enabled_backends", [ON_AMPERE], args=[(8, 0)])
+ask("cuda.enabled_backends", [["cudnn", *ON_AMPERE[:3]], BY_ORDER], within(sdpa_kernel(ORDER, True)), args=[(9, 0)])
 
 
-def test_a_wrapper_of_tensors_is_told_from_a_sharded_one() -> None:
-    """Only a `DTensor` of torch counts as sharded, whatever else wraps tensors."""
-    own = type("DTensor", (torch.Tensor,), {"__module__": "mine"})
-    torchs = type("DTensor", (torch.Tensor,), {"__module__": "torch.distributed.tensor"})
-    assert not fakes.is_sharded(torch.ones(2).as_subclass(own))
-    assert fakes.is_sharded(torch.ones(2).as_subclass(torchs))
-    assert not fakes.is_wrapper(torch.ones(2))
+# --- memory held weakly -----------------------------------------------------------------------------------------------
 
 
-def test_resizes_of_storages_are_told() -> None:
+@row(
+    "storages.Memory",
+    (True, True, None),
+    gone={"torch.UntypedStorage._new_with_weak_ptr": (False, False, None)},  # so it is copied once more
+)
+def memory_is_found_again_while_it_is_alive(t: Any) -> Any:
+    """Weakly held memory is the same memory as long as a tensor has it, and nothing afterwards."""
+    tensor = torch.arange(6.0)
+    memory = t.storages.Memory(tensor[2:])
+    again = memory.flat(6, torch.float32)
+    same = again is not None and again.data_ptr() == tensor.data_ptr() and torch.equal(again, tensor)
+    del tensor
+    held = memory.flat(6, torch.float32) is not None
+    del again
+    return same, held, memory.flat(6, torch.float32)
+
+
+row("storages.profiling", [False, True], lambda t: asked(t.storages.profiling, t.storages.cpu_allocations))
+
+
+@row("fakes.lay", ([[1.0, 3.0], [2.0, 4.0]], (2, 2), 0))
+def a_layout_over_memory(t: Any) -> Any:
+    """A tensor is laid over memory as it is told, and memory that was discarded stays so."""
+    memory = torch.arange(6.0).untyped_storage()
+    laid = t.fakes.lay(memory, 1, ((2, 2), (1, 2)), torch.float32, "cpu").tolist()
+    memory.resize_(0)
+    return laid, t.fakes.lay(memory, 1, ((2, 2), (1, 2)), torch.float32, "cpu").shape, memory.nbytes()
+
+
+@row("fakes.resizes", (3, 1, 32, False))
+def resizes_of_storages_are_told(t: Any) -> Any:
     """Each block hears of a storage's own resize, one inside another too, and torch's method is back afterwards."""
     outer, inner, storage = list[int](), list[int](), torch.ones(2).untyped_storage()
-    with fakes.resizes(lambda: outer.append(1)):
+    with t.fakes.resizes(lambda: outer.append(1)):
         storage.resize_(0)
-        with fakes.resizes(lambda: inner.append(1)):
+        with t.fakes.resizes(lambda: inner.append(1)):
             storage.resize_(16)
             torch.ones(3).resize_(5)  # an operation, which modes are shown
         torch.ones(2).untyped_storage().resize_(4)
     storage.resize_(32)
-    assert (len(outer), len(inner), storage.nbytes()) == (3, 1, 32)
-    assert "resize_" not in vars(torch.UntypedStorage)
+    return len(outer), len(inner), storage.nbytes(), "resize_" in vars(torch.UntypedStorage)
 
 
-def test_fake_parameters_are_converted_to_what_they_are() -> None:
+# --- fake tensors -----------------------------------------------------------------------------------------------------
+
+META = torch.ones(2, device="meta")
+each("storages.is_fake", [True, True, False, False], fake(2), FakeTensorMode().from_tensor(MEMORY), MEMORY, META)
+each("fakes.writes", [True, False, False], aten.add_.Tensor, aten.add.Tensor, len)
+each("fakes.taken_by", [["self", "mat1", "mat2"]], aten.addmm.default, view=lambda names: names[:3])
+each("fakes.returned", [["values", "indices"], [""]], aten.sort.default, aten.mm.default)
+each("fakes.device_of", ["cpu", "meta"], fake(2), META, view=str)
+row("fakes.fake_like", FakeTensor, lambda t: type(t.fakes.fake_like(FakeTensorMode(), torch.ones(2))))
+
+
+@row("fakes.on_fakes fakes.over", (FakeTensor, (4, 4), 0))
+def operations_on_fakes_need_no_active_mode(t: Any) -> Any:
+    """`on_fakes` answers without values, and a tensor laid over a storage leaves its size alone."""
+    mode = t.fakes.FakeTensorMode()
+    x = mode.from_tensor(torch.ones(4, 4))
+    y = t.fakes.on_fakes(mode, aten.mm.default, (x, x), {})
+    y.untyped_storage().resize_(0)
+    with mode:
+        view = t.fakes.over(y.untyped_storage(), 0, y, "cpu")
+    return type(y), y.shape, view.untyped_storage().nbytes()
+
+
+@row("fakes.converted", (True, True, torch.float64, "weight"))
+def fake_parameters_are_converted_to_what_they_are(t: Any) -> Any:
     """A module keeps its parameters and the kind of its buffers; another type is refused; real modules are torch's."""
-    real, method = torch.nn.Linear(2, 2), torch.nn.Module._apply
-    with fakes.FakeTensorMode():
-        faked = torch.nn.BatchNorm1d(2)
-    with fakes.converted(lambda name, *_: ValueError(name)):
+    real, method = nn.Linear(2, 2), nn.Module._apply
+    with t.fakes.FakeTensorMode():
+        faked = nn.BatchNorm1d(2)
+    with t.fakes.converted(lambda name, *_: ValueError(name)):
         weight = faked.weight
-        assert faked.float().weight is weight
-        assert faked.running_mean is not None
-        assert real.double().weight.dtype == torch.float64
-        with pytest.raises(ValueError, match="weight"):
-            faked.double()
-    assert torch.nn.Module._apply is method
+        kept = faked.float().weight is weight
+        dtype, refused = real.double().weight.dtype, raised(faked.double)
+    assert nn.Module._apply is method
+    return kept, faked.running_mean is not None, dtype, refused
 
 
-def test_fakes_are_made_as_torch_makes_them() -> None:
+@row("fakes.FakeMaker", [True] * 6)
+def fakes_are_made_as_torch_makes_them(t: Any) -> Any:
     """Each of a mode and a device has the attributes and the memory that `FakeTensor` gives, and no address."""
-    mode, device = fakes.FakeTensorMode(), torch.device("cpu")
+    mode, device = t.fakes.FakeTensorMode(), torch.device("cpu")
     mode._allow_unsafe_data_ptr_access = False
-    make = fakes.FakeMaker(mode)
+    make = t.fakes.FakeMaker(mode)
+    found: list[bool] = []
     for meta in (torch.empty(2, 3, device="meta"), torch.empty(4, dtype=torch.int64, device="meta")):
-        wanted, made = fakes.FakeTensor(mode, meta, device), make(meta, device)
-        assert type(made) is fakes.FakeTensor
-        assert vars(made) == vars(wanted)
-        assert (made.shape, made.dtype, made.device) == (wanted.shape, wanted.dtype, device)
-        assert made.untyped_storage() is meta.untyped_storage()
-        assert (made + 1).device == device
+        wanted, made = FakeTensor(mode, meta, device), make(meta, device)
+        found.append((type(made), vars(made)) == (FakeTensor, vars(wanted)))
+        found.append((made.shape, made.dtype, made.device) == (wanted.shape, wanted.dtype, (made + 1).device))
+        found.append(made.untyped_storage() is meta.untyped_storage() and made.device == device)
         for one in (wanted, made):
-            with pytest.raises(RuntimeError, match="Cannot access data pointer"):
-                one.data_ptr()
+            assert "Cannot access data pointer" in raised(one.data_ptr)
+    return found
 
 
-def test_fakes_of_one_mode_can_be_answered_for() -> None:
+@row("fakes.answer_for", ([2.0] * 3, 7, 0, [1.0]))
+def fakes_of_one_mode_can_be_answered_for(t: Any) -> Any:
     """What needs the memory of a fake goes to who answers for its mode; those of other modes refuse as before."""
 
     class Twos:
@@ -983,143 +926,43 @@ def test_fakes_of_one_mode_can_be_answered_for() -> None:
         def address_of(self, fake: torch.Tensor) -> int:
             return 7
 
-    answers, mode = Twos(), fakes.FakeTensorMode()
-    fakes.answer_for(mode, answers)
+    answers, mode, other = Twos(), t.fakes.FakeTensorMode(), fake(3)
+    t.fakes.answer_for(mode, answers)
     with mode:
-        fake = torch.empty(3)
-    assert fake.numpy().tolist() == [2.0, 2.0, 2.0]
-    assert fake.data_ptr() == 7
-    with fakes.FakeTensorMode():
-        other = torch.empty(3)
-    with pytest.raises(RuntimeError):
-        other.numpy()
+        answered = torch.empty(3)
+    assert raised(other.numpy)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # once in a process PyTorch says that it will be an error
-        assert other.data_ptr() == 0
-    assert torch.ones(1).numpy().tolist() == [1.0]
+        address = other.data_ptr()
+    return answered.numpy().tolist(), answered.data_ptr(), address, torch.ones(1).numpy().tolist()
 
 
-def test_operations_on_fakes_need_no_active_mode() -> None:
-    """`on_fakes` answers without values, and a tensor laid over a storage leaves its size alone."""
-    mode = fakes.FakeTensorMode()
-    with mode:
-        x = torch.empty(4, 4)
-    y = fakes.on_fakes(mode, torch.ops.aten.mm.default, (x, x), {})
-    assert type(y) is fakes.FakeTensor
-    assert y.shape == (4, 4)
-    assert fakes.device_of(y) == torch.device("cpu")
-    assert _torch.is_operator(torch.ops.aten.mm.default)
-    y.untyped_storage().resize_(0)
-    with mode:
-        view = fakes.over(y.untyped_storage(), 0, y, "cpu")
-    assert view.untyped_storage().nbytes() == 0
-    with modes.without_modes():
-        assert torch.ones(2).sum().item() == 2
-
-
-def test_a_layout_over_memory() -> None:
-    """A tensor is laid over memory as it is told, and memory that was discarded stays so."""
-    memory = torch.arange(6.0).untyped_storage()
-    laid = fakes.lay(memory, 1, ((2, 2), (1, 2)), torch.float32, "cpu")
-    assert laid.tolist() == [[1.0, 3.0], [2.0, 4.0]]
-    memory.resize_(0)
-    again = fakes.lay(memory, 1, ((2, 2), (1, 2)), torch.float32, "cpu")
-    assert (again.shape, memory.nbytes()) == ((2, 2), 0)
-
-
-def test_a_fake_is_told_from_a_tensor() -> None:
-    """A tensor on fake memory is a fake, with data or on meta it is not."""
-    with fakes.FakeTensorMode() as mode:
-        fake = torch.ones(2)
-    assert storages.is_fake(fake)
-    assert storages.is_fake(mode.from_tensor(torch.ones(2)))
-    assert not storages.is_fake(torch.ones(2))
-    assert not storages.is_fake(torch.ones(2, device="meta"))
-
-
-def test_an_operation_that_writes_is_known() -> None:
-    """`writes` follows the schema, and a class of tensors is plain as a tensor of it is."""
-    assert fakes.writes(torch.ops.aten.add_.Tensor)
-    assert not fakes.writes(torch.ops.aten.add.Tensor)
-    assert not fakes.writes(len)
-    assert _torch.is_plain_kind(torch.Tensor)
-    assert _torch.is_plain(torch.ones(2))
-    mode = fakes.FakeTensorMode()
-    assert type(fakes.fake_like(mode, torch.ones(2))) is fakes.FakeTensor
-
-
-# --- partitioning -----------------------------------------------------------------------------------------------------
-
-
-def test_the_budget_of_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inside the context the setting has the value, afterwards its own again; where there is none, None says so."""
-    config: Any = importlib.import_module("torch._functorch.config")
-    before = config.activation_memory_budget
-    context = compiler.activation_memory_budget(0.25)
-    assert context is not None
-    with context:
-        assert config.activation_memory_budget == 0.25
-    assert config.activation_memory_budget == before
-
-    monkeypatch.setitem(sys.modules, "torch._functorch.config", types.ModuleType("config"))
-    assert compiler.activation_memory_budget(0.25) is None
-    monkeypatch.setitem(sys.modules, "torch._functorch.config", None)
-    assert compiler.activation_memory_budget(0.25) is None
-
-
-# --- what settings make of an operation on CUDA ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("gone", [False, True])
-def test_tf32_is_what_the_settings_say(gone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default a convolution may be computed in TF32 and a product not, also as torch says it without precisions."""
-    if gone:
-        monkeypatch.delattr(torch._C, "_get_fp32_precision_getter")
-    assert cuda.tf32("aten.convolution.default")
-    assert not cuda.tf32("aten.mm.default")
-
-
-def test_kernels_of_attention_have_an_order() -> None:
-    """A setting of the user counts; the default is that of torch, with cuDNN first where torch puts it there."""
-    everywhere = ["flash", "efficient", "math", "cudnn"]
-    assert cuda.enabled_backends((8, 0)) == everywhere
-    assert cuda.enabled_backends((9, 0)) == ["cudnn", "flash", "efficient", "math"]
-    with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
-        assert cuda.enabled_backends((9, 0)) == ["math", "flash"]
-
-
-def test_flex_attention_does_not_compile_itself() -> None:
+@row("fakes.flex_uncompiled", ([True, True], True))
+def flex_attention_does_not_compile_itself(t: Any) -> Any:
     """Inside it calls its operator as it is, and afterwards what it did before; it may not have been imported."""
-    before = flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
-    with fakes.flex_uncompiled():
-        assert flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG is True
-    assert flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG is before
+    setting = lambda: flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG  # noqa: E731
+    outside, inside = asked(setting, within(t.fakes.flex_uncompiled()))
     with pytest.MonkeyPatch.context() as patch:
         patch.delitem(sys.modules, flex_attention.__name__)
-        with fakes.flex_uncompiled():
-            assert flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG is before
+        untouched = asked(setting, within(t.fakes.flex_uncompiled())) == [outside] * 2
+    return [not outside, inside], untouched
 
 
-def test_what_torch_traces_is_told_apart() -> None:
-    """While it makes a graph of a function, or runs one on fakes, and not before or after."""
-    seen: list[bool] = []
-    make_fx(lambda x: (seen.append(fakes.traced()), x + 1)[1])(torch.ones(2))
-    with fakes.FakeTensorMode():
-        seen.append(fakes.traced())
-    assert seen == [True, True]
-    assert not fakes.traced()
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+# PyTorch's two context managers are read; outside of them, and for None, they say nothing.
+EARLY, DEBUG = "checkpoints.early_stop_override", "checkpoints.debug_override"
+ask(EARLY, [None, True, False], *(within(set_checkpoint_early_stop(value)) for value in (True, False)))
+ask(DEBUG, [None, True, False, None], *(within(set_checkpoint_debug_enabled(value)) for value in (True, False, None)))
 
 
-def test_what_an_operator_takes() -> None:
-    """The names of its arguments, in their order, by its schema."""
-    assert fakes.taken_by(torch.ops.aten.addmm.default)[:3] == ["self", "mat1", "mat2"]
-
-
-@pytest.mark.parametrize("looks_up", [True, False], ids=["as it is", "a release without the place"])
-def test_checkpoints_run_by(looks_up: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@row(
+    "checkpoints.checkpoints_run_by",
+    [{"use_reentrant": False}] * 2,
+    gone={"torch.utils.checkpoint.checkpoint.__wrapped__": []},
+)
+def checkpoints_are_run_by_another(t: Any) -> Any:
     """Torch's checkpoint is what runs in its place, by whatever name it is called, and itself again after an error."""
-    if not looks_up:
-        monkeypatch.setattr(checkpoints._checkpoint, "checkpoint", lambda fn, *args, **options: fn(*args))
     seen: list[Any] = []
 
     def run(original: Any, function: Any, *args: Any, **options: Any) -> Any:
@@ -1128,45 +971,147 @@ def test_checkpoints_run_by(looks_up: bool, monkeypatch: pytest.MonkeyPatch) -> 
 
     here = torch.utils.checkpoint.checkpoint
     for _ in range(2):
-        with contextlib.suppress(KeyError), checkpoints.checkpoints_run_by(run):
+        with contextlib.suppress(KeyError), t.checkpoints.checkpoints_run_by(run):
             x = vector()
             here(torch.sin, x, use_reentrant=False).sum().backward()
             assert torch.equal(x.grad, x.cos())
             raise KeyError
     here(torch.sin, vector(), use_reentrant=False)
-    assert seen == [{"use_reentrant": False}] * (2 if looks_up else 0)
+    return seen
 
 
-def test_who_calls_an_operation() -> None:
-    """Seen from a mode: the code around it, or the engine's where a formula of PyTorch's own runs in backward."""
-    seen: list[types.CodeType] = []
-
-    class Asks(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is torch.ops.aten.cos.default:
-                seen.append(graphs.caller(str(Path(__file__).parent)))
-            return func(*args, **(kwargs or {}))
-
-    elsewhere: dict[str, Any] = {}
-    exec(compile("def user(x): return x.cos()", "/elsewhere/user.py", "exec"), elsewhere)
-    user = elsewhere["user"]
-    x = torch.ones(2, requires_grad=True)
-    hooked = x * 2
-    hooked.register_hook(user)
-    with Asks():
-        user(x.detach())
-        hooked.sum().backward()
-        x.sin().sum().backward()  # of which the formula has a cosine
-    assert seen == [user.__code__, user.__code__, graphs.ENGINE]
+@row("checkpoints.functions_run_by", ([Square], [1.0, 4.0, 9.0], True))
+def functions_are_run_by_another(t: Any) -> Any:
+    """`apply` of a Function is what runs in its place, with the class, and torch's own again afterwards."""
+    before, seen = vars(torch.autograd.Function)["apply"], []
+    with t.checkpoints.functions_run_by(lambda original, kind, *args: (seen.append(kind), original(*args))[1]):
+        result = Square.apply(vector())
+    return seen, result.tolist(), vars(torch.autograd.Function)["apply"] is before
 
 
-def test_what_a_backward_began_with() -> None:
-    """The nodes that running backward calls began with: of tensors and of edges; none outside of one."""
-    seen: list[Any] = []
-    x = torch.ones(2, requires_grad=True)
-    hooked = x * 2
-    hooked.register_hook(lambda _: seen.append(graphs.roots_of_backward()))
-    one, other = hooked.sum(), hooked.cos()
-    torch.autograd.backward([one, torch.autograd.graph.get_gradient_edge(other)], [None, torch.ones(2)])
-    assert seen == [[one.grad_fn, other.grad_fn]]
-    assert graphs.roots_of_backward() == []
+class Closed(torch.autograd.Function):
+    """Runs its body without a graph, as a checkpoint of somebody's own does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            y = x.sin()
+        with torch.no_grad():
+            assert not y.cos().requires_grad
+        return y
+
+
+row("checkpoints.forward_with_grad", True, lambda t: t.checkpoints.forward_with_grad(Closed, vector()).requires_grad)
+
+
+# --- the laws ---------------------------------------------------------------------------------------------------------
+
+IDS = [f"{row.shims} {number}" for number, row in enumerate(ROWS)]
+GPU = [(pytest.mark.gpu,) if row.gpu else () for row in ROWS]
+THERE = [pytest.param(row, id=name, marks=marks) for row, name, marks in zip(ROWS, IDS, GPU, strict=True)]
+GONE = [pytest.param(row, gone, id=f"{name}-{gone}") for row, name in zip(ROWS, IDS, strict=True) for gone in row.gone]
+
+
+def shims() -> Any:
+    """Returns `_torch` with the files in it, imported on torch as it is now where they are not yet."""
+    for name in MODULES:
+        importlib.import_module(f"torch_recompute._torch.{name}")
+    return sys.modules["torch_recompute._torch"]
+
+
+def act(row: Row, patch: pytest.MonkeyPatch) -> None:
+    for name, value in dict(row.acts).items():
+        patch.setattr(name, value, raising=False)
+
+
+def take_away(name: str, patch: pytest.MonkeyPatch) -> None:
+    """Acts a torch that lacks a module, or an attribute of one or of a class."""
+    owner, _, attribute = name.rpartition(".")
+    if name in sys.modules:
+        patch.setitem(sys.modules, name, None)
+    elif isinstance(kind := pkgutil.resolve_name(owner), type) and attribute not in vars(kind):
+        patch.setattr(kind, attribute, None)  # inherited from a class that cannot be changed
+    else:
+        patch.delattr(name, raising=False)
+
+
+@pytest.mark.parametrize("row", THERE)
+def test_a_shim_with_its_names_there(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the installed torch each shim does what its row says."""
+    act(row, monkeypatch)
+    assert row.call(shims()) == row.gives
+
+
+@pytest.mark.parametrize(("row", "gone"), GONE)
+def test_a_shim_with_a_name_gone(row: Row, gone: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch lacks a name, `_torch/` is imported, and what stands in for the name does what the row says."""
+    for name in [name for name in sys.modules if name.startswith(_torch.__name__)]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(torch_recompute, "_torch", None)
+    take_away(gone, monkeypatch)
+    lesser = shims()
+    act(row, monkeypatch)
+    assert lesser is not _torch
+    assert row.call(lesser) == row.gone[gone]
+
+
+# Shims that are tried where they are used: in a file of tests, by what is called there.
+ELSEWHERE = {
+    "tree_flatten tree_unflatten tree_leaves tensors_in": ("core/test_arguments.py", "Call("),
+    "see_through SEE_THROUGH checkpoints.respect_hooks": ("compat/test_checkpoint.py", "respect_saved_tensors_hooks="),
+    "storages.cpu_allocations": ("memory/test_measure.py", "cpu_allocations("),
+    "storages.cpu_bytes_between": ("memory/test_workspaces.py", "cpu_bytes_between("),
+    "modes.ComputedWeights": ("laws/test_law_05_world.py", "cached()"),
+    "modes.attention_in_parts": ("plans/test_kept_calls.py", "MultiheadAttention("),
+    "fakes.below_autograd": ("memory/test_cuda_decompositions.py", "AsOnCuda("),
+    "fakes.NOT_FAKED": ("memory/test_simulate.py", "simulate("),
+}
+FOLDER = Path(_torch.__file__).parent
+
+
+def test_every_shim_has_a_row() -> None:
+    """A public name of the shims of the engine and of fake tensors has a row, or a file of tests that uses it."""
+    named = {name for text in (*ELSEWHERE, *(row.shims for row in ROWS)) for name in text.split()}
+    made: set[str] = set()
+    for module in ("__init__", "devices", "modes", "graphs", "storages", "fakes", "checkpoints"):
+        for node in ast.parse((FOLDER / f"{module}.py").read_text(encoding="utf-8")).body:
+            target = getattr(node, "target", None) or getattr(node, "targets", [node])[0]
+            name = getattr(target, "name", getattr(target, "id", "_"))
+            if isinstance(node, ast.Assign) and name[0].isupper():  # a constant, or the name of a type
+                continue
+            own = module != "__init__" and not hasattr(_torch, name)
+            made |= set() if name.startswith("_") else {f"{module}.{name}" if own else name}
+    assert made - named == {"fakes.Answers"}  # the protocol of answer_for
+    tests = Path(__file__).parents[1]
+    assert all(call in (tests / file).read_text(encoding="utf-8") for file, call in ELSEWHERE.values())
+
+
+OWNERS = {
+    "saved": SAVED,
+    **{name: name for name in ("torch", "torch.UntypedStorage", "operator")},
+    "_C": "torch._C",
+    "config": CONFIG,
+    "_checkpoint.checkpoint": "torch.utils.checkpoint.checkpoint",
+}
+
+
+def test_every_stand_in_has_a_row() -> None:
+    """For each name of torch that a shim can do without, a row takes that name away."""
+    found: set[str] = set()
+    for path in sorted(FOLDER.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Try) and any("ImportError" in ast.unparse(h.type or node) for h in node.handlers):
+                found |= {n.value for n in ast.walk(node.body[0]) if isinstance(n, ast.Constant)}
+            call = node if isinstance(node, ast.Call) else ast.Call(ast.Name(""), [], [])
+            name, args = getattr(call.func, "id", ""), call.args
+            if (name, len(args)) in (("hasattr", 2), ("getattr", 3)) and (owner := OWNERS.get(ast.unparse(args[0]))):
+                parts = getattr(args[1], "values", args[1:2])  # of a formatted string
+                found.add(
+                    f"{owner}."
+                    + "".join(
+                        str(getattr(part, "value", "")) if isinstance(part, ast.Constant) else "*" for part in parts
+                    )
+                )
+    gone = {name for row in ROWS for name in row.gone}
+    assert not [pattern for pattern in found if not fnmatch.filter(gone, pattern)]
+    assert gone == {name for pattern in found for name in fnmatch.filter(gone, pattern)}

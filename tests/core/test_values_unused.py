@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from laws.watch import Tally
+from laws.watch import Tally, equal
 from support.zoo import mean_loss
 from torch_recompute import (
     ArgumentError,
@@ -127,10 +127,6 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shape_only, "_said", set())
 
 
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
 @pytest.mark.parametrize("check", ["metadata", "values"])
 @pytest.mark.parametrize("name", CASES_UNUSED)
 def test_what_is_unread_is_not_repeated(name: str, check: str) -> None:
@@ -139,7 +135,7 @@ def test_what_is_unread_is_not_repeated(name: str, check: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found, runs = gradients(CASES_UNUSED[name], values_unused=True, check=check)
-    assert same(plain, found)
+    assert equal(plain, found)
     assert runs == 1
 
 
@@ -150,7 +146,7 @@ def test_what_is_read_is_repeated_and_said(name: str) -> None:
     plain, _ = gradients(READ[name], values_unused=False)
     with pytest.warns(RuntimeWarning, match=r"In .* the output of Block.product is marked values_unused") as said:
         found, runs = gradients(READ[name], values_unused=True)
-    assert same(plain, found)
+    assert equal(plain, found)
     assert runs == 2
     assert sum(one.category is RuntimeWarning for one in said) == 1
 
@@ -278,8 +274,8 @@ def test_a_plan_says_it(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found, once = step(net, Plan((Choice(paths, keep=(word,)),)))
-    assert same(plain, both)
-    assert same(plain, found)
+    assert equal(plain, both)
+    assert equal(plain, found)
     assert twice - flops == 2 * (once - flops) > 0
 
 
@@ -301,7 +297,7 @@ def test_planned() -> None:
     assert plan.prediction is not None
     plain, flops = step(net, Plan())
     found, more = step(net, plan)
-    assert same(plain, found)
+    assert equal(plain, found)
     assert more - flops == plan.prediction.replay_flops
     handle = apply(net, plan)
     net.zero_grad()
@@ -325,4 +321,4 @@ def test_planned_where_something_looks() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found, _ = step(net, plan)
-    assert same(plain, found)
+    assert equal(plain, found)

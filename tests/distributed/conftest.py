@@ -1,4 +1,4 @@
-"""The processes that scenarios run in; `ranks.py` says how."""
+"""Fixtures that start the ranks of `ranks.py`."""
 
 from collections.abc import Iterator
 

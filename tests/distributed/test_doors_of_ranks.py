@@ -1,4 +1,4 @@
-"""Doors that need two ranks: DeepSpeed's ZeRO-3 with frozen weights, and the switch of NeMo AutoModel.
+"""Integrations that need two ranks: DeepSpeed's ZeRO-3 with frozen weights, and the switch of NeMo AutoModel.
 
 Both are run themselves, on the CPU, where they are installed; neither is a development dependency.
 """

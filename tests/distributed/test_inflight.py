@@ -1,4 +1,4 @@
-"""The orders that microbatches in flight are counted from are those that the schedules run, seen over gloo."""
+"""Microbatches in flight: the orders that they are counted from are those that the schedules run, over gloo."""
 
 from __future__ import annotations
 

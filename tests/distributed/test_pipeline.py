@@ -7,6 +7,7 @@ import torch
 
 from distributed.pipelines import LAYERS, MICROBATCHES, SCHEDULES, in_one_process, joined, replays, step
 from distributed.ranks import RankError
+from support.training import assert_same
 
 ONCE = [1] * MICROBATCHES
 
@@ -29,16 +30,11 @@ def whole():
     return in_one_process()
 
 
-def assert_equal(got, wanted):
-    assert got.keys() == wanted.keys()
-    assert [name for name in wanted if not torch.equal(got[name], wanted[name])] == []
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_schedules_replay_once(ranks, plain, whole, schedule):
     """Plain gradients, those of one process, one replay per microbatch and layer, and no data of another microbatch."""
     gradients, notes = joined(ranks.run(step, schedule, "whole layers"))
-    assert_equal(gradients, plain(schedule))
+    assert_same(gradients, plain(schedule))
     for name, wanted in whole.items():
         torch.testing.assert_close(gradients[name], wanted, rtol=1e-9, atol=1e-12)
     assert replays(notes) == dict.fromkeys(range(LAYERS), ONCE)
@@ -50,7 +46,7 @@ def test_a_backward_in_halves_replays_once_wherever_regions_are(ranks, plain, pl
     """Zero-bubble schedules replay once also with regions of two layers, saved calls, nesting, stores, `checkpoint`."""
     schedule = "InterleavedZeroBubble"
     gradients, notes = joined(ranks.run(step, schedule, place))
-    assert_equal(gradients, plain(schedule))
+    assert_same(gradients, plain(schedule))
     assert replays(notes) == dict.fromkeys(range(LAYERS), ONCE)
     assert not any(seen["mixed up"] for seen in notes.values())
 
@@ -59,7 +55,7 @@ def test_a_backward_in_halves_replays_once_wherever_regions_are(ranks, plain, pl
 def test_dropout_is_that_of_the_forward(ranks, plain, schedule):
     """With random numbers drawn between the forwards of other microbatches, gradients are still the plain ones."""
     gradients, _ = joined(ranks.run(step, schedule, "whole layers", 0.5))
-    assert_equal(gradients, plain(schedule, 0.5))
+    assert_same(gradients, plain(schedule, 0.5))
     assert any(not torch.equal(gradients[name], other) for name, other in plain(schedule).items())
 
 
@@ -67,7 +63,7 @@ def test_dropout_is_that_of_the_forward(ranks, plain, schedule):
 def test_configurations_count_the_layers_of_a_chunk(ranks, plain, schedule):
     """`block` with one layer recomputes the first layer of each stage module, be it one or two per rank."""
     gradients, notes = joined(ranks.run(step, schedule, "block"))
-    assert_equal(gradients, plain(schedule))
+    assert_same(gradients, plain(schedule))
     each = LAYERS // (2 if schedule == "1F1B" else 4)
     never = [0] * MICROBATCHES
     assert replays(notes) == {layer: never if layer % each else ONCE for layer in range(LAYERS)}
@@ -76,7 +72,7 @@ def test_configurations_count_the_layers_of_a_chunk(ranks, plain, schedule):
 def test_torchs_own_checkpoint_replays_for_every_part(ranks, plain):
     """What the above is compared with: torch.utils.checkpoint replays layers several times, or its selection fails."""
     gradients, notes = joined(ranks.run(step, "InterleavedZeroBubble", "stock"))
-    assert_equal(gradients, plain("InterleavedZeroBubble"))
+    assert_same(gradients, plain("InterleavedZeroBubble"))
     runs = {layer: sum(key[0] == "forward" for key in seen) / MICROBATCHES for layer, seen in notes.items()}
     assert [runs[layer] for layer in range(2)] == [2, 2]  # the first stage has no inputs to be quick about
     assert min(runs[layer] for layer in range(2, LAYERS)) > 3

@@ -1,4 +1,4 @@
-"""What an audit names: each kind of fault in a region, with the operation and the words; and that it names no other."""
+"""`audit` names each kind of fault in a region, with its operation and advice, and finds none where there is none."""
 
 from __future__ import annotations
 

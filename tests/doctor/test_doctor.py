@@ -1,4 +1,4 @@
-"""The doctor: each kind of finding is provoked by a model that has it, and a model that has nothing gets none."""
+"""The doctor: a model with a fault gets its kind of finding, and a model without faults gets none."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import gc
 import itertools
 import json
 import re
-import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,9 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from doctor.test_doctor_faults import printed_code_runs
-from planner.test_make_plan import deep_is_made
-from support.models import Made
+from support.advice import printed_code_runs
+from support.models import Made, deep_is_made
 from support.unchanged import unchanged
 from support.zoo import mean_loss
 from torch_recompute import Choice, Plan, apply, doctor, make_plan, recompute
@@ -797,13 +795,7 @@ def good_pair() -> tuple[nn.Module, tuple[torch.Tensor], Callable[[Any], torch.T
     return stack(), (batch(),), mean_loss
 
 
-@pytest.fixture
-def command(plain_terminal: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The output is plain, and this file can be imported by its name."""
-    monkeypatch.setitem(sys.modules, "this_test", sys.modules[__name__])
-
-
-@pytest.mark.usefixtures("command")
+@pytest.mark.usefixtures("plain_terminal", "this_test")
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """0 and no finding; 1 and the plan's findings, as text, as JSON or as nothing; only the result is on stdout."""
     arguments = ["--optimizer", "none", "--device", "h100", "--no-hold-output"]

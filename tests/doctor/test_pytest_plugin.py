@@ -1,4 +1,4 @@
-"""The pytest plugin, by tests that run inside of a test: what passes, what fails, what is said, what is imported."""
+"""The pytest plugin, in test runs inside a test: passes, failures, messages and imports."""
 
 import subprocess
 import sys

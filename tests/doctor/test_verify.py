@@ -1,4 +1,4 @@
-"""`verify`: a plan that changes nothing passes, and each thing that it could change is found, named and placed."""
+"""`verify`: a plan that changes nothing passes, and each possible difference is found, named and located."""
 
 import json
 import random

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 import torch_recompute
+from support.training import assert_same
 from support.zoo import LAYERS, build, scalar_loss, step
 from torch_recompute import ArgumentError, Choice, Plan, RecomputeConfig, auto, doing_recompute, measure
 from torch_recompute.integrations import policies
@@ -32,10 +33,6 @@ pytest.importorskip("transformers", reason="transformers is not installed (it ne
 Step = dict[str, torch.Tensor]
 POLICIES = ("full", "full:2", "core_attn,layernorm")
 MODELS = ("llama", "mixtral", "gpt2", "gemma2")
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 @contextmanager
@@ -72,14 +69,14 @@ def test_training_is_the_same_whatever_the_switch_says(name: str, policy: str) -
     model, inputs = build(name)
     expected = step(build(name)[0], inputs)
     apply(model, policy)
-    assert same(step(model, inputs), expected)
+    assert_same(step(model, inputs), expected)
     model.activation_checkpointing_enable()
     model.gradient_checkpointing_enable({"use_reentrant": True})
-    assert same(step(model, inputs), expected)
+    assert_same(step(model, inputs), expected)
     model.gradient_checkpointing_disable()
-    assert same(step(model, inputs), expected)
+    assert_same(step(model, inputs), expected)
     model.activation_checkpointing_enable()
-    assert same(step(model, inputs), expected)
+    assert_same(step(model, inputs), expected)
 
 
 def test_the_switch_turns_the_plan_off_and_on() -> None:
@@ -135,7 +132,7 @@ def test_a_switch_that_was_on_is_on_again_afterwards() -> None:
     before = own(model)
     handle = apply(model, "full:2")
     assert not any(layer.gradient_checkpointing for layer in model.model.layers)
-    assert same(step(model, inputs), expected)
+    assert_same(step(model, inputs), expected)
     handle.remove()
     assert all(layer.gradient_checkpointing for layer in model.model.layers)
     assert own(model) == before
@@ -179,7 +176,7 @@ def test_copies_have_plan_and_switch_of_their_own(copied: Callable[[nn.Module], 
     twin = copied(model)
     twin.gradient_checkpointing_disable()
     with runs(model) as ours, runs(twin) as theirs:
-        assert same(step(model, inputs), step(twin, inputs))
+        assert_same(step(model, inputs), step(twin, inputs))
     assert (ours[0], theirs[0]) == (2 * LAYERS, LAYERS)
 
 
@@ -189,7 +186,7 @@ def test_eval_with_gradients_is_recomputed_too() -> None:
     plain = build("llama")[0].eval()
     apply(model.eval(), "full")
     with runs(model) as count:
-        assert same(step(model, inputs), step(plain, inputs))
+        assert_same(step(model, inputs), step(plain, inputs))
     assert count[0] == 2 * LAYERS
 
 
@@ -235,7 +232,7 @@ def test_caches_are_read_as_the_forward_read_them(name: str, policy: str, filled
 
     model, inputs = build(name)
     apply(model, policy)
-    assert same(run(model, inputs), run(build(name)[0], inputs))
+    assert_same(run(model, inputs), run(build(name)[0], inputs))
 
 
 def test_a_cache_written_in_place_is_refused() -> None:
@@ -271,7 +268,7 @@ def test_saved_models_are_plain_models(tmp_path: Path) -> None:
     apply(model, "full")
     model.save_pretrained(tmp_path)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert same(loaded.state_dict(), model.state_dict())
+    assert_same(loaded.state_dict(), model.state_dict())
     assert "torch_recompute" not in (tmp_path / "config.json").read_text()
 
 
@@ -319,7 +316,7 @@ def test_a_plan_stays_through_the_trainer(stock: str, tmp_path: Path) -> None:
     handle = apply(model, "full")
     with runs(model) as count:
         weights, trainer = train(model, tmp_path, **settings)
-    assert same(weights, expected)
+    assert_same(weights, expected)
     assert count[0] == 4 * 2 * LAYERS
     assert model.is_activation_checkpointing
     assert trainer.accelerator.ddp_handler.find_unused_parameters is False
@@ -339,7 +336,7 @@ def test_one_line_before_the_trainer(tmp_path: Path, capsys: pytest.CaptureFixtu
     handle = auto(model, batch, budget=0.01, optimizer="adamw", device="h100", loss=scalar_loss)
     assert "layers recomputed" in capsys.readouterr().out
     callback = RecomputeCallback(handle)
-    assert same(train(model, tmp_path, callbacks=[callback])[0], expected)
+    assert_same(train(model, tmp_path, callbacks=[callback])[0], expected)
     assert callback.figures["recompute_saved_bytes"] > 0
 
 
@@ -350,7 +347,7 @@ def test_the_callback_applies_reports_and_removes(tmp_path: Path) -> None:
     callback = RecomputeCallback("full", remove=True)
     with runs(model) as count:
         weights, trainer = train(model, tmp_path, [callback])
-    assert same(weights, expected)
+    assert_same(weights, expected)
     assert count[0] == 4 * 2 * LAYERS
     first, second = trainer.state.log_history[:2]
     assert first["recompute_saved_bytes"] > 0
@@ -435,7 +432,7 @@ def test_the_policy_can_stand_among_the_training_arguments(on: bool, tmp_path: P
     callback = RecomputeCallback()
     settings = {"activation_checkpointing": on, "activation_checkpointing_kwargs": {"policy": "full:2"}}
     weights, _ = train(model, tmp_path, [callback], **settings)
-    assert same(weights, expected)
+    assert_same(weights, expected)
     assert callback.handle is not None
     assert callback.handle.plan == plan_of("full:2", model)
 
@@ -477,14 +474,14 @@ def test_adapters_train_without_gradients_of_the_embedding(first: str, policy: s
         model = with_adapters(model)
         handle = apply(model, policy)
     assert not model.get_input_embeddings()._forward_hooks
-    assert same(step(model, inputs), expected)
+    assert_same(step(model, inputs), expected)
     assert sum("lora" in name for name in expected) == 2 * 3 * LAYERS
     model.gradient_checkpointing_disable()
-    assert same(step(model, inputs), expected)
+    assert_same(step(model, inputs), expected)
     model.gradient_checkpointing_enable()
     assert model.is_activation_checkpointing
     handle.remove()
-    assert same(step(model, inputs), expected)
+    assert_same(step(model, inputs), expected)
 
 
 @pytest.mark.parametrize("policy", ["full", "full:2"])
@@ -509,7 +506,7 @@ def test_hooks_for_one_forward_are_there_in_its_replay(policy: str) -> None:
         with runs(model) as count:
             found.append(step(model, {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}))
     assert count[0] == 2 * LAYERS
-    assert same(*found)
+    assert_same(*found)
     assert sum("lora" in name for name in found[0]) == 2 * 2 * LAYERS
 
 
@@ -521,7 +518,7 @@ def test_adapters_train_through_the_trainer(tmp_path: Path) -> None:
     model = with_adapters(model)
     with runs(model) as count:
         weights, _ = train(model, tmp_path, activation_checkpointing=True)
-    assert same(weights, expected)
+    assert_same(weights, expected)
     assert count[0] == 4 * 2 * LAYERS
 
 

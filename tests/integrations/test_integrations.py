@@ -1,4 +1,4 @@
-"""Doors: packages of others that own the training loop, run themselves, with and without a plan.
+"""Packages that own the training loop, run as installed, with and without a plan.
 
 A door is a function that makes a model and what trains it for a few steps on the CPU, with random weights. The law:
 the trained weights are those of training without a plan, to the last bit, and the peak is lower. What needs two
@@ -18,8 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from integrations.test_lightning import decoder
+from support.training import assert_same
 from support.zoo import LAYERS, VOCABULARY, build
+from support.zoo_handmade import decoder
 from torch_recompute import Choice, Plan, apply, auto, checkpoint, measure
 from torch_recompute.integrations import lightning as door_of_lightning
 from torch_recompute.integrations.huggingface import RecomputeCallback
@@ -254,15 +255,11 @@ def trained(door: Door, ours: Any, folder: Path) -> tuple[dict[str, torch.Tensor
             dist.destroy_process_group()
 
 
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 @pytest.mark.parametrize("name", DOORS)
 def test_training_through_a_door(name: str, tmp_path: Path) -> None:
     """Through the package itself: the weights of training without a plan, to the last bit, for a lower peak."""
     (expected, plain), (weights, peak) = (trained(DOORS[name], ours, tmp_path) for ours in (False, True))
-    assert same(weights, expected)
+    assert_same(weights, expected)
     assert peak < plain
 
 
@@ -279,8 +276,8 @@ def test_beside_the_selective_checkpointing_of_trl(tmp_path: Path) -> None:
 
     doors = (door, functools.partial(door, **selective), ours)
     (expected, plain), (theirs, peak), (weights, same_peak) = (trained(door, False, tmp_path) for door in doors)
-    assert same(weights, expected)
-    assert same(theirs, expected)
+    assert_same(weights, expected)
+    assert_same(theirs, expected)
     assert same_peak < 1.001 * peak < plain
 
 
@@ -292,5 +289,5 @@ def test_beside_the_classes_of_torchtitan(tmp_path: Path) -> None:
     weights, peak = trained(torchtitan, True, tmp_path)
     for config in (FullAC.Config(), SelectiveAC.Config()):
         theirs, other = trained(torchtitan, config, tmp_path)
-        assert same(weights, theirs)
+        assert_same(weights, theirs)
         assert peak <= other

@@ -9,16 +9,11 @@ import torch
 from torch import nn
 
 from support.models import Made
-from support.zoo_handmade import DecoderOnly
+from support.zoo_handmade import decoder
 from torch_recompute import ArgumentError
 from torch_recompute.integrations.lightning import Recompute
 
 LAYERS = 3
-
-
-def decoder() -> DecoderOnly:
-    torch.manual_seed(0)
-    return DecoderOnly(64, 32, 4, LAYERS)
 
 
 def runs_of(model: nn.Module, call: Any) -> int:

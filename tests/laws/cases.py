@@ -1,4 +1,4 @@
-"""One table of programs: what people train, and what is hard to recompute.
+"""The table of programs that the laws run: layers as people train them, and programs that are hard to recompute.
 
 The rows stand in `cases_layers.py` and `cases_shapes.py`; a new one (a function under `@case` that returns a program)
 gains every law that is tried over the table.

@@ -1,4 +1,4 @@
-"""Where regions and saved calls are put around the three stages of a program.
+"""Placements of regions and saved calls around the three stages of a program.
 
 Each placement takes the stages `a, b, c` and returns one callable with the signature of `a`. `PLACEMENTS` is what laws
 are tried over; `runs` is how often each stage enters in one step: once in forward, once per replay of a region around

@@ -1,4 +1,4 @@
-"""What a case is: a program of a few stages, and the table that cases are put into.
+"""The class of a case, a program of a few stages, and the table that cases are registered in.
 
 A program is a few stages, called one after the other: the first with `args` and `kwargs`, each later one with what the
 one before returned. `placements.py` puts regions and saved calls around them. `cases.py` is the table.

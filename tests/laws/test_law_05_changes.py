@@ -1,4 +1,4 @@
-"""Law 5, the other half: what has changed since forward and cannot be put back is an error, never a wrong gradient."""
+"""Law 5, errors: a change since forward that a replay cannot undo is an error, never a wrong gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Law 8, the other half: an exception in forward, replay or backward leaves no byte, no hook and no thread state."""
+"""Law 8, exceptions: one in forward, replay or backward leaves no byte, no hook and no thread state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from laws.cases import BY_NAME
 from laws.placements import NAMES, PLACEMENTS, PLAIN, chain
 from laws.table import for_each
-from laws.watch import Bytes, Counted, assert_same, no_collector, plain_step, raised, step
+from laws.watch import Bytes, Counted, assert_same, big, no_collector, plain_step, raised, step
 from torch_recompute import RecomputeError, no_recompute, recompute
 
 
@@ -20,10 +20,6 @@ def warm():
     with Bytes():
         step(BY_NAME["smooth"], PLAIN)
         step(BY_NAME["mlp"], PLAIN)
-
-
-def big():
-    return torch.linspace(0, 1, 64 * 64).view(64, 64).requires_grad_()
 
 
 class Broken(Exception):

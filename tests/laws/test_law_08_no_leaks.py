@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint as stock
 from laws.cases import CASES
 from laws.placements import PLACEMENTS, PLAIN, chain
 from laws.table import for_each
-from laws.watch import Bytes, backward, floating, no_collector, step, weights_of
+from laws.watch import Bytes, backward, big, floating, no_collector, step, weights_of
 from torch_recompute import measure, no_recompute, recompute
 
 table = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -27,10 +27,6 @@ def warm():
     with Bytes():
         for case in CASES:
             step(case, PLAIN)
-
-
-def big():
-    return torch.linspace(0, 1, 64 * 64).view(64, 64).requires_grad_()
 
 
 def may_refuse(case, placement):

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from laws.module_steps import STEPS, left, same
 from laws.placements import NAMES, Placement, chain
-from laws.test_law_05_modules import STEPS, left, same
-from laws.watch import Counted
+from laws.watch import Counted, equal
 from support.compiler import COMPILES, as_they_are
 from torch_recompute import (
     MismatchError,
@@ -44,11 +44,6 @@ def gradients(run, layers):
     return grads
 
 
-def assert_equal(got, wanted):
-    for a, b in zip(got, wanted, strict=True):
-        assert torch.equal(a, b)
-
-
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_autograd_over_an_eager_region(backend):
     """A backward that is itself compiled opens what eager regions dropped: their replays are not compiled with it."""
@@ -61,7 +56,7 @@ def test_compiled_autograd_over_an_eager_region(backend):
         return [x.grad, *(p.grad for m in (layers[0], layers[2]) for p in m.parameters())]
 
     with torch._dynamo.config.patch(compiled_autograd=True):
-        assert_equal(step(recompute, no_recompute, model()), step(lambda f: f, lambda f: f, model()))
+        assert equal(step(recompute, no_recompute, model()), step(lambda f: f, lambda f: f, model()))
 
 
 PLACES = ["whole", "parts", "nested at the end", "saved middle", "saved everything", "region in a saved call"]
@@ -73,7 +68,7 @@ def test_regions_are_traced_without_a_graph_break(place):
     layers = model()
     stages = [lambda x: layers[0](x).tanh(), lambda x: layers[1](x).sigmoid(), lambda x: layers[2](x).sin()]
     wanted = gradients(chain(*stages), layers)
-    assert_equal(gradients(compiled(NAMES[place].put(*stages)), layers), wanted)
+    assert equal(gradients(compiled(NAMES[place].put(*stages)), layers), wanted)
 
 
 def test_checkpoint_is_traced():
@@ -86,7 +81,7 @@ def test_checkpoint_is_traced():
     def run(x):
         return checkpoint(body, x, use_reentrant=False, preserve_rng_state=False, determinism_check="none", scale=2.0)
 
-    assert_equal(gradients(compiled(run), layers), gradients(lambda x: body(x, scale=2.0), layers))
+    assert equal(gradients(compiled(run), layers), gradients(lambda x: body(x, scale=2.0), layers))
 
 
 class Block(nn.Module):
@@ -114,7 +109,7 @@ def test_a_layer_with_saved_attention_inside():
     torch.manual_seed(0)
     block = Block()
     wanted = gradients(lambda x: block(x, wrap=False), block)
-    assert_equal(gradients(compiled(block), block), wanted)
+    assert equal(gradients(compiled(block), block), wanted)
 
 
 def test_values_and_choices_inside():
@@ -131,7 +126,7 @@ def test_values_and_choices_inside():
         return layers[2](layers[1](scores).tanh()).gather(1, index % 8)
 
     wanted = gradients(body, layers)
-    assert_equal(gradients(compiled(recompute(body)), layers), wanted)
+    assert equal(gradients(compiled(recompute(body)), layers), wanted)
 
 
 def test_the_graph_is_one_and_recomputes():
@@ -169,7 +164,7 @@ def test_a_region_around_compiled_functions(place):
     torch.compiler.reset()
     count = Counted()
     counted = [count(name, compiled(stage)) for name, stage in zip("abc", stages, strict=True)]
-    assert_equal(gradients(NAMES[place].put(*counted), layers), wanted)
+    assert equal(gradients(NAMES[place].put(*counted), layers), wanted)
     assert all(count.calls[name] <= n for name, n in zip("abc", NAMES[place].runs, strict=True))
 
 
@@ -296,7 +291,7 @@ def test_a_region_that_cannot_be_traced_runs_by_the_engine(kind, backend):
     other.wrap, other.keep, other.choose = recompute, no_recompute, replay
     with pytest.warns(RuntimeWarning, match="is recomputed inside torch.compile, which cannot trace it whole"):
         got = two_steps(torch.compile(lambda x: recompute(other)(x) * 1, backend=backend), other)
-    assert_equal(got, wanted)
+    assert equal(got, wanted)
     assert other.calls == layer.calls
     with pytest.raises(torch._dynamo.exc.Unsupported):
         compiled(recompute(kind()))(torch.ones(4, 8))
@@ -349,7 +344,7 @@ def test_a_compiled_function_is_given_a_view():
         out = torch.cat([wrap(f)(x[:2], weight), wrap(f)(x[2:], weight)])
         return torch.autograd.grad(out.sum(), [x, weight])
 
-    assert_equal(run(recompute), run(lambda f: f))
+    assert equal(run(recompute), run(lambda f: f))
 
 
 class Child(Block):
@@ -364,7 +359,7 @@ def test_a_parents_forward_is_traced():
     torch.manual_seed(0)
     block = Child()
     wanted = gradients(lambda x: block.body(x.view(1, 4, 8).expand(2, 4, 8), save=False), block)
-    assert_equal(gradients(compiled(block), block), wanted)
+    assert equal(gradients(compiled(block), block), wanted)
     with torch.no_grad():
         compiled(block)(torch.ones(4, 8))
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from planner.test_make_plan import promise_is_kept
 from support import zoo
+from support.training import promise_is_kept
 from support.zoo import ZOO, build, scalar_loss
 from torch_recompute import Plan
 from torch_recompute.memory.loop import Loop

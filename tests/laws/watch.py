@@ -1,4 +1,4 @@
-"""What the laws look with: one training step with everything it leaves, live bytes, counts of calls and operations."""
+"""Instruments of the laws: one training step with everything it leaves, live bytes, counts of calls and operations."""
 
 from __future__ import annotations
 
@@ -94,6 +94,10 @@ def ones(*size: int) -> torch.Tensor:
 
 def vector() -> torch.Tensor:
     return torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+
+
+def big() -> torch.Tensor:
+    return torch.linspace(0, 1, 64 * 64).view(64, 64).requires_grad_()
 
 
 class Turns:

@@ -1,4 +1,4 @@
-"""What is simulated for CUDA where there is none: the operations that CUDA's way leads to, and what those keep."""
+"""Steps simulated for CUDA on a CPU: operations decompose as on CUDA, and save what they save there."""
 
 from collections import Counter
 from dataclasses import replace

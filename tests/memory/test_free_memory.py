@@ -1,4 +1,4 @@
-"""What a host has free: for the system, and for a process in control groups."""
+"""Free memory of a host: of the system, and of a process in control groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lens: bytes by hand for small programs, the allocator as referee for larger ones, and nothing left behind."""
+"""`measure`: bytes worked out by hand for small programs, those of the allocator for larger ones, and nothing left."""
 
 import json
 import threading
@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from laws.watch import no_collector, on_threads
+from support.blocks import BLOCK, block
 from support.models import Made
 from support.zoo import ZOO, build, scalar_loss
 from torch_recompute._torch import storages
@@ -29,12 +30,6 @@ from torch_recompute._torch.storages import cpu_allocations
 from torch_recompute.memory import CATEGORIES, Measurement, measure
 
 KIB = 1024
-BLOCK = 16 * KIB  # bytes of one [64, 64] float32 tensor, the unit of the programs below
-
-
-def block(**options) -> torch.Tensor:
-    """One unit of memory."""
-    return torch.ones(64, 64, **options)
 
 
 # --- programs whose bytes are known by hand ---------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A simulated step: the bytes of the real one, nothing of the user's touched, and words for what it cannot know."""
+"""`simulate`: the bytes of the real step, no change to the user's model, and warnings for what it cannot know."""
 
 import copy
 from functools import partial
@@ -9,9 +9,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from plans.test_zoo_training import plans
 from support.models import Made
-from support.zoo import ZOO, build, mean_loss, scalar_loss
+from support.zoo import ZOO, build, mean_loss, plans, scalar_loss
 from torch_recompute import ArgumentError, Choice, Plan, RecomputeError, apply, errors, make_plan, measure, simulate
 from torch_recompute.memory import CATEGORIES
 from torch_recompute.simulation.step import _with_index

@@ -1,4 +1,4 @@
-"""Blocks: what lay in memory at each moment of a step, and the snapshot that shows it in PyTorch's viewer."""
+"""Blocks of memory at each moment of a step, and the snapshot of them for PyTorch's viewer."""
 
 import inspect
 import linecache
@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.cuda import _memory_viz
 
+from support.blocks import alive
 from support.models import Residual
 from support.zoo import mean_loss
 from torch_recompute import Choice, Plan, Simulation, measure, recompute, simulate
-from torch_recompute.memory import CATEGORIES, Block
 from torch_recompute.memory.ledger import ACTIVATIONS, GRADIENTS, Ledger, blocks_of
 from torch_recompute.memory.snapshot import snapshot_of
 
@@ -36,14 +36,6 @@ def step(request: pytest.FixtureRequest) -> Simulation:
     """One simulated step of each kind."""
     model = nn.Sequential(*(Residual(16) for _ in range(3)), nn.BatchNorm1d(16))
     return simulate(model, (torch.ones(32, 16),), **STEPS[request.param], loss=mean_loss)
-
-
-def alive(blocks: tuple[Block, ...], event: int) -> dict[str, int]:
-    sums = dict.fromkeys(CATEGORIES, 0)
-    for block in blocks:
-        if block.born <= event and (block.died is None or block.died > event):
-            sums[block.category] += block.nbytes
-    return sums
 
 
 def test_blocks_sum_to_the_timeline(step: Simulation) -> None:

@@ -1,4 +1,4 @@
-"""The memory that kernels take while they run: what is said of an operation, and the peaks that follow from it."""
+"""Workspaces, the memory that kernels allocate while they run: bytes by operation, and the peaks that follow."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -16,10 +16,9 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from memory.test_snapshot import alive
-from plans.test_zoo_training import plans
+from support.blocks import alive
 from support.models import Made
-from support.zoo import build, mean_loss, scalar_loss
+from support.zoo import build, mean_loss, plans, scalar_loss
 from torch_recompute import BudgetError, Plan, apply, measure, simulate
 from torch_recompute._torch.storages import cpu_bytes_between
 from torch_recompute.devices import Where

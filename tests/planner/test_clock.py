@@ -1,4 +1,4 @@
-"""Prices scaled to whole steps: what is run, what it may need, and that nothing of the model is changed."""
+"""The clock runs whole steps and scales prices to them, within the budget, and leaves the model unchanged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from plans.test_sizes import at, gpt
+from support.models import gpt, ids_of
 from support.zoo import mean_loss
 from torch_recompute import Choice, Plan, Profile, make_plan, measure, profile, saved_activations, simulate
 from torch_recompute.observer import Running, running
@@ -103,7 +103,7 @@ def test_forwards_with_and_without_regions_are_compared_under_the_same_condition
     model, seen = gpt(1), list[tuple[bool, bool]]()
     inner = next(module for module in model.blocks[0].modules() if isinstance(module, nn.Linear))
     inner.register_forward_hook(lambda *_: seen.append((torch.is_grad_enabled(), bool(running()))))
-    found = clock(model, (at(8),), {}, loss_of, Plan((Choice(("blocks.0",)),)), CPU, region=100.0)
+    found = clock(model, (ids_of(8),), {}, loss_of, Plan((Choice(("blocks.0",)),)), CPU, region=100.0)
     assert 100 <= found.regions < 101  # its price, for one region
     assert {grads for grads, _ in seen} == {True}
     # After the warm-up: the step and its replay, then forwards.
@@ -132,7 +132,7 @@ def test_replays_are_timed_once() -> None:
         assert replay(outer) == 7  # from tick 0 to 3
         assert replay(inner) == 7  # from tick 4 to 6
         assert replays.seconds() == 5.0
-    model, ids = gpt(2), at(32)
+    model, ids = gpt(2), ids_of(32)
     found = clock(model, (ids,), {}, loss_of, Plan((Choice(("blocks.0", "blocks.1"), nested=True),)), CPU)
     assert 0 < found.replays < found.backward
 
@@ -140,7 +140,7 @@ def test_replays_are_timed_once() -> None:
 def test_it_needs_no_more_than_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan for a budget is timed by its own step: what is alive meanwhile stays under the budget."""
     torch.manual_seed(0)
-    model, ids = gpt(2), at(32)
+    model, ids = gpt(2), ids_of(32)
     peaks: list[int] = []
 
     def watched(*args: Any, **kwargs: Any) -> Clocked:
@@ -176,7 +176,7 @@ def test_it_needs_no_more_than_was_asked_for(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_is_not_run_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """A data sheet, weights elsewhere, other ranks, a step that raises: no run, and the profile says why."""
-    model, ids = gpt(1), at(8)
+    model, ids = gpt(1), ids_of(8)
 
     def refuse(*_: object, **__: object) -> Clocked:
         raise ValueError("a step was run")
@@ -215,7 +215,7 @@ def test_the_scale_is_what_regions_add_over_what_prices_say() -> None:
 
 def test_a_plan_without_regions_is_timed_as_it_is() -> None:
     """Where all fits, the step without recomputation is the one that is run, and the optimizer's price is added."""
-    model, ids = gpt(1), at(8)
+    model, ids = gpt(1), ids_of(8)
     plan = make_plan(model, (ids,), budget="1GiB", optimizer=torch.optim.AdamW, loss=mean_loss)
     assert plan.prediction is not None
     assert "a step that was run without regions" in plan.prediction.timing

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from support.training import gradients
 from torch_recompute import (
     ArgumentError,
     Choice,
@@ -163,21 +164,14 @@ def square(out: torch.Tensor) -> torch.Tensor:
     return out.square().mean()
 
 
-def gradients(net: nn.Module) -> list[torch.Tensor]:
-    """Those of a step."""
-    net.zero_grad()
-    net(X).backward()
-    return [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None]
-
-
 def test_auto_plans_applies_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     """The handle has the plan of `make_plan`, its summary is printed, and the step is the plain one to the bit."""
     net = Net()
-    plain, plan = gradients(net), make_plan(net, X, budget=0.1, optimizer="sgd", device="h100")
+    plain, plan = gradients(net, X), make_plan(net, X, budget=0.1, optimizer="sgd", device="h100")
     handle = auto(net, {"ids": X}, budget=0.1, optimizer="sgd", device="h100")
     assert handle.plan.choices == plan.choices != ()
     assert capsys.readouterr().out == f"{handle.plan.summary}\n"
-    assert all(map(torch.equal, gradients(net), plain))
+    assert all(map(torch.equal, gradients(net, X), plain))
     with pytest.raises(ArgumentError, match="has a plan already"):
         auto(net, X)
     handle.remove()

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from planner.test_make_plan import DEEP, deep_is_made, step
+from support.models import DEEP, deep_is_made
+from support.training import step
 from torch_recompute import OnHost, Plan, Profile, apply, measure, solve
 from torch_recompute.memory.loop import Loop
 from torch_recompute.planner.cost import Host

@@ -1,4 +1,4 @@
-"""Plans for budgets: what is promised is kept, to the byte, the FLOP and the last bit of every gradient."""
+"""`make_plan`: a planned step has the predicted bytes and FLOPs, and gradients equal to the last bit."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
 
-from support.models import Gpt, InTurn, Residual
+from support.models import DEEP, Gpt, InTurn, Residual, deep_is_made
+from support.training import promise_is_kept
 from support.zoo import mean_loss
 from torch_recompute import (
     ArgumentError,
@@ -77,50 +76,6 @@ def made(name: str) -> tuple[nn.Module, tuple[Any, ...]]:
     torch.manual_seed(0)
     build_, args = MODELS[name]
     return build_(), args
-
-
-def step(model: nn.Module, call: Callable[[], torch.Tensor], optimizer: torch.optim.Optimizer | None = None) -> None:
-    torch.manual_seed(1)
-    call().backward()
-    if optimizer is not None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def promise_is_kept(
-    fresh: Callable[[], tuple[nn.Module, Callable[[], torch.Tensor]]],
-    plan: Plan,
-    batch: Any,
-    optimizer: Any = None,
-    exact: bool = True,
-) -> None:
-    """Runs the step plainly and with the plan, and compares; not `exact` if its sizes depend on the data."""
-    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
-    assert plan.prediction is not None
-    counts: list[int] = []
-    gradients: list[dict[str, torch.Tensor | None]] = []
-    for used in (Plan(), plan):
-        model, call = fresh()
-        apply(model, used)
-        with FlopCounterMode(display=False) as counter:
-            step(model, call)
-        counts.append(counter.get_total_flops())
-        gradients.append({name: p.grad for name, p in model.named_parameters()})
-    assert not exact or counts[1] - counts[0] == plan.predicted_replay_flops
-    for name, wanted in gradients[0].items():
-        got = gradients[1][name]
-        assert (got is None) == (wanted is None), name
-        assert got is None or wanted is None or torch.equal(got, wanted), name
-
-    model, call = fresh()
-    apply(model, plan)
-    made_optimizer = None if optimizer is None else optimizer(model.parameters())
-    if made_optimizer is not None:
-        step(model, call, made_optimizer)
-    with measure(model, made_optimizer).track(*tensors) as m:
-        step(model, call, made_optimizer)
-    assert plan.prediction.peak_bytes <= plan.prediction.budget_bytes
-    assert m.peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0 if exact else 0.005, abs=0)
 
 
 @pytest.fixture(scope="module")
@@ -328,16 +283,6 @@ def test_a_model_that_fills_a_cache(training: bool) -> None:
         model(**call).loss.backward()
     assert m.peak_bytes <= plan.prediction.budget_bytes
     assert all(torch.equal(a, b) for a, b in zip(plain, gradients(), strict=True))
-
-
-DEEP = torch.randn(512, 16, generator=torch.Generator().manual_seed(0))
-
-
-def deep_is_made() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
-    """Many narrow layers over many tokens: the inputs of layers outweigh what is in them."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Residual(16, dropout=0.1) for _ in range(12)))
-    return model, lambda: model(DEEP).square().mean()
 
 
 def test_groups_of_layers_need_less_than_any_single_ones() -> None:

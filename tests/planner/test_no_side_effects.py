@@ -1,4 +1,4 @@
-"""Asking changes nothing: the process, the model, the batch and the optimizer are as before, also after an error."""
+"""Planning has no side effects: process, model, batch and optimizer are as before, also after an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is run alone to be timed, on which inputs; nothing that could end the process, and no generator moves."""
+"""Operations timed alone: which ones, on which inputs; none that can crash the process, and no generator advances."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The promise in the loop people write: what a peak counts, of which loss, in which loop, and who says so."""
+"""The predicted peak: the tensors it counts, of which loss and which training loop, and where a plan states them."""
 
 from __future__ import annotations
 

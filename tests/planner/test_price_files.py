@@ -1,4 +1,4 @@
-"""Prices in a file: measured once by device, read by the next process, and measured again where that cannot be."""
+"""Price files: prices are measured once per device, read by the next process, and measured again without the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Profiles beside each other: what differs, and one that is safe for several."""
+"""Several profiles: their differences, and one that is safe for all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step over ranks: what a rank holds of a model, what it keeps, and the plan for it."""
+"""A step over ranks: a rank's share of the weights, the activations that it keeps, and its plan."""
 
 from __future__ import annotations
 

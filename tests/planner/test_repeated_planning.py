@@ -1,4 +1,4 @@
-"""What a planner keeps for the next call: used where nothing has changed, and not where anything has."""
+"""A second plan reuses the simulations of the first where nothing has changed, and only there."""
 
 from __future__ import annotations
 

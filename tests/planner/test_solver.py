@@ -1,4 +1,4 @@
-"""The solver: the best choice within a budget, for costs drawn at random and tried out in full."""
+"""The solver finds the best choice within a budget: compared with a search of all, for random costs."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""Ordinary models are planned: what they compute from values, keep by kernels' rules, or hold in parametrizations."""
+"""Models with unusual layers are planned: sizes that depend on values, kernels' own savings, parametrizations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports of a plan in a model: exact bytes and FLOPs, and what is not worth its cost."""
+"""Reports of a plan in a model: exact bytes and FLOPs, and choices that are not worth their cost."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from laws.watch import Tally, on_threads
 from support.replicas import replicas
+from support.training import assert_same
 from torch_recompute import ArgumentError, Choice, OnHost, Plan, apply, measure, recompute
 
 LAYERS, WIDTH = 6, 16
@@ -77,11 +78,6 @@ def train(model: nn.Module, x: torch.Tensor | None = None) -> dict[str, torch.Te
     found.update((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
     found.update((name, b.clone()) for name, b in model.named_buffers())
     return found
-
-
-def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    assert a.keys() == b.keys()
-    assert [name for name in a if not torch.equal(a[name], b[name])] == []
 
 
 def layers(*groups: tuple[int, ...], **options: Any) -> Plan:

@@ -1,4 +1,4 @@
-"""Budgets as people write them."""
+"""Budgets are read from bytes, text and fractions."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Results where Python shows values: one short line, and in notebooks the printed text with its tables as tables."""
+"""Results as Python displays them: a `repr` of one line, and in notebooks the printed text with HTML tables."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Megatron's labels on other models: where each one places regions, what these keep, and how labels meet.
+"""Megatron's labels on other models: the regions of each label, the calls that these keep, and labels combined.
 
 `PLACED` is written by hand for every architecture of the zoo: per label the number of regions, and one of them in full.
 """

@@ -8,7 +8,7 @@ import pytest
 import torch
 from frontier.config import PRICES
 
-from plans.test_sizes import at, gpt
+from support.models import gpt, ids_of
 from support.zoo import mean_loss
 from torch_recompute import ArgumentError, Plan, apply, make_plan, measure, simulate
 from torch_recompute.planner import sizes
@@ -74,7 +74,7 @@ def test_all_lengths_keep_one_budget_and_pay_for_no_more(monkeypatch: pytest.Mon
     """Each class fits where it ends, simulated and measured; the first needs no region; one plan would replay more."""
     top = 64
     monkeypatch.setattr(sizes, "MOST", 2)
-    plan = make_plan(gpt(2), (at(top),), budget=0.25, device=PRICES["flops"], sizes="all", loss=mean_loss)
+    plan = make_plan(gpt(2), (ids_of(top),), budget=0.25, device=PRICES["flops"], sizes="all", loss=mean_loss)
     assert plan.prediction is not None
     budget = plan.prediction.budget_bytes
     lengths, replayed = [size.shape[1] for size in plan.sizes], list[int]()
@@ -85,21 +85,20 @@ def test_all_lengths_keep_one_budget_and_pay_for_no_more(monkeypatch: pytest.Mon
     for size in plan.sizes:
         assert size.prediction is not None
         assert size.prediction.peak_bytes <= budget == size.prediction.budget_bytes
-        step = simulate(gpt(2), (at(size.shape[1]),), plan=plan, loss=mean_loss)
+        step = simulate(gpt(2), (ids_of(size.shape[1]),), plan=plan, loss=mean_loss)
         assert step.peak_bytes == size.prediction.peak_bytes
         assert step.flops["replay"] == size.prediction.replay_flops
         replayed.append(step.flops["replay"])
-    fixed = [
-        simulate(gpt(2), (at(length),), plan=Plan(plan.choices), loss=mean_loss).flops["replay"] for length in lengths
-    ]
+    every = Plan(plan.choices)
+    fixed = [simulate(gpt(2), (ids_of(n),), plan=every, loss=mean_loss).flops["replay"] for n in lengths]
     assert sum(replayed) < 0.8 * sum(fixed)
     # The shortest class ends where a step without regions would no longer fit.
-    assert simulate(gpt(2), (at(lengths[0] + max(1, top // FINENESS)),), loss=mean_loss).peak_bytes > budget
+    assert simulate(gpt(2), (ids_of(lengths[0] + max(1, top // FINENESS)),), loss=mean_loss).peak_bytes > budget
     model = gpt(2)
     apply(model, plan)
     for length in (lengths[0], lengths[0] + 1, lengths[1], top // 2 + 3, top):
         model.zero_grad()
-        ids = at(length)
+        ids = ids_of(length)
         with measure(model).track(ids) as measured:
             model(ids).backward()
         assert measured.peak_bytes <= budget
@@ -108,22 +107,22 @@ def test_all_lengths_keep_one_budget_and_pay_for_no_more(monkeypatch: pytest.Mon
 
 def test_a_budget_for_everything_has_one_size() -> None:
     """Where the longest call needs no region, there is one class, without any."""
-    plan = make_plan(gpt(1), (at(16),), budget="1GiB", device="h100", sizes="all", loss=mean_loss)
+    plan = make_plan(gpt(1), (ids_of(16),), budget="1GiB", device="h100", sizes="all", loss=mean_loss)
     assert [(size.shape, size.choices) for size in plan.sizes] == [((2, 16), ())]
 
 
 @pytest.mark.parametrize(
     ("args", "asked", "why"),
     [
-        ((at(8),), [4, (at(8),)], "sizes holds lengths of sequences and tuple"),
-        ((at(8),), [4, 0], "sizes holds lengths of sequences and int: 0"),
-        ((at(8),), [True, 4], "sizes holds lengths of sequences and bool"),
+        ((ids_of(8),), [4, (ids_of(8),)], "sizes holds lengths of sequences and tuple"),
+        ((ids_of(8),), [4, 0], "sizes holds lengths of sequences and int: 0"),
+        ((ids_of(8),), [True, 4], "sizes holds lengths of sequences and bool"),
         ((), [4, 8], "missing a required argument: 'ids'"),
         ((torch.zeros(8),), [4], r"the call has a first tensor of shape \(8,\)"),
         ((torch.zeros(2, 2),), "all", r"a first tensor of shape \(2, 2\), in which it could be two"),
         ((torch.zeros(1, 3, 8, 8),), "all", r"a first tensor of shape \(1, 3, 8, 8\)"),
-        ((at(8),), "learn", "sizes='learn' is not a choice of sizes"),
-        ((at(8),), [8, 4], "sizes rise from one to the next, but 2 x 4 comes after 2 x 8"),
+        ((ids_of(8),), "learn", "sizes='learn' is not a choice of sizes"),
+        ((ids_of(8),), [8, 4], "sizes rise from one to the next, but 2 x 4 comes after 2 x 8"),
     ],
 )
 def test_what_cannot_be_told_is_refused(args, asked, why) -> None:

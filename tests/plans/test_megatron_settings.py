@@ -1,4 +1,4 @@
-"""Megatron's settings: what they mean in a model, and where they are read from. Refusals are in `test_messages.py`."""
+"""Megatron's settings: their regions in a model, and where they are read from. Refusals are in `test_messages.py`."""
 
 import argparse
 import dataclasses
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from laws.watch import equal
-from plans.test_units import ANATOMY
+from support.anatomy import ANATOMY
 from support.zoo import MIXTURE, _causal, build, scalar_loss
 from torch_recompute import (
     ArgumentError,

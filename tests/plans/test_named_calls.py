@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from laws.watch import Tally
+from support.training import assert_same
 from torch_recompute import (
     Applied,
     ArgumentError,
@@ -84,10 +85,6 @@ def step(m: nn.Module) -> dict[str, torch.Tensor]:
     return {**found, **{name: b.clone() for name, b in m.named_buffers()}}
 
 
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 def selective(*labels: str) -> RecomputeConfig:
     return RecomputeConfig(recompute_granularity="selective", recompute_modules=labels)
 
@@ -112,7 +109,7 @@ def test_training_is_the_same(name: str, by_hand: bool) -> None:
     plain, ours = model(by_hand=by_hand), model(by_hand=by_hand)
     expected = step(plain)
     handle = apply(ours, PLANS[name])
-    assert same(step(ours), expected)
+    assert_same(step(ours), expected)
     if not by_hand:  # else a region of the plan lies around one of the author's
         assert [mixer.tally.count for mixer in ours.mixers] == RUNS.get(name, [2] * LAYERS)
     handle.remove()
@@ -183,7 +180,7 @@ def test_copies_are_recomputed_too(copied: Callable[[Model], Model]) -> None:
     m = model()
     apply(m, CALLS)
     twin = copied(m)
-    assert same(step(twin), step(model()))
+    assert_same(step(twin), step(model()))
     assert [mixer.tally.count for mixer in twin.mixers] == [2] * LAYERS
     assert [mixer.tally.count for mixer in m.mixers] == [0] * LAYERS
 

@@ -1,4 +1,4 @@
-"""Plans as plain data: what they refuse, how they print, and that nothing is lost in JSON."""
+"""Plans as plain data: invalid ones are refused, they print, and JSON loses nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans with choices for several sizes: each call goes by its own, whatever runs beside it."""
+"""Plans with choices for several sizes: each call uses those of its own size, whatever runs beside it."""
 
 from __future__ import annotations
 
@@ -14,22 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from laws.watch import equal, on_threads
-from support.models import Gpt
+from support.models import Gpt, gpt, ids_of
 from support.replicas import replicas
 from support.zoo import mean_loss
 from torch_recompute import ArgumentError, BudgetError, Choice, Plan, SizeClass, apply, make_plan, measure, simulate
 
 WIDTH, BATCH = 32, 2
 SIZES = (16, 48, 128)
-
-
-def gpt(layers: int = 4) -> Gpt:
-    torch.manual_seed(0)
-    return Gpt(layers, by_hand=True)
-
-
-def at(length: int) -> torch.Tensor:
-    return torch.randint(64, (BATCH, length), generator=torch.Generator().manual_seed(length))
 
 
 def grads(model: nn.Module, *calls: torch.Tensor) -> list[torch.Tensor]:
@@ -64,7 +55,7 @@ def counted(model: nn.Module, *calls: torch.Tensor) -> tuple[list[torch.Tensor],
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     """Planned for three sizes, with a budget at which the smallest needs no region and the largest many."""
-    return make_plan(gpt(), budget=0.3, device="h100", sizes=[(at(length),) for length in SIZES], hold_output=False)
+    return make_plan(gpt(), budget=0.3, device="h100", sizes=[(ids_of(length),) for length in SIZES], hold_output=False)
 
 
 # No replay at all, parts of the MLP, and everything: sets that share modules and nest differently.
@@ -86,13 +77,13 @@ def test_a_stream_of_lengths_stays_under_the_budget(plan: Plan) -> None:
     apply(fixed, Plan(plan.choices))
     replayed = {"planned": 0, "fixed": 0}
     for length in lengths:
-        wanted, without = counted(plain, at(length))
+        wanted, without = counted(plain, ids_of(length))
         for name, model in (("planned", planned), ("fixed", fixed)):
-            found, flops = counted(model, at(length))
+            found, flops = counted(model, ids_of(length))
             assert equal(found, wanted)
             replayed[name] += flops - without
         planned.zero_grad()
-        ids = at(length)
+        ids = ids_of(length)
         with measure(planned).track(ids) as measured:
             planned(ids).backward()
         assert measured.peak_bytes <= plan.prediction.budget_bytes
@@ -109,7 +100,7 @@ def test_each_size_is_promised_its_own_peak(plan: Plan) -> None:
         assert size.prediction is not None
         assert size.prediction.budget_bytes == plan.prediction.budget_bytes
         assert size.prediction.peak_bytes <= size.prediction.budget_bytes
-        assert simulate(gpt(), (at(length),), plan=plan, hold_output=False).peak_bytes == size.prediction.peak_bytes
+        assert simulate(gpt(), (ids_of(length),), plan=plan, hold_output=False).peak_bytes == size.prediction.peak_bytes
 
 
 def test_a_size_holds_up_to_its_shape() -> None:
@@ -119,7 +110,7 @@ def test_a_size_holds_up_to_its_shape() -> None:
     ran: dict[int, list[str]] = {}
     for length in (15, 16, 17, 48, 49):
         with handle.watch():
-            assert equal(grads(planned, at(length)), grads(plain, at(length)))
+            assert equal(grads(planned, ids_of(length)), grads(plain, ids_of(length)))
         ran[length] = ["-".join(row.choice.paths) for row in handle.report().rows if row.replays]
     middle, large = ["blocks.0.mlp", "blocks.3"], ["blocks.0", "blocks.1-blocks.2", "blocks.3"]
     assert ran == {15: [], 16: [], 17: middle, 48: middle, 49: large}
@@ -131,7 +122,7 @@ def test_a_size_holds_up_to_its_shape() -> None:
 
 def test_calls_that_overlap_keep_their_own() -> None:
     """Microbatches of all sizes in flight, backward on another thread: each replays what its own size asks for."""
-    calls = [at(length) for length in (8, 40, 60, 30, 100)]
+    calls = [ids_of(length) for length in (8, 40, 60, 30, 100)]
     plain, planned = gpt(), gpt()
     apply(planned, BY_HAND)
     found, flops = counted(planned, *calls)
@@ -160,15 +151,15 @@ def test_copies_and_pickles_go_by_their_own_size() -> None:
     handle = apply(planned, BY_HAND)
     for other in (copy.deepcopy(planned), pickle.loads(pickle.dumps(planned))):
         plain = gpt()
-        hook = planned.embed.register_forward_hook(lambda *_, other=other: grads(other, at(60)) and None)
+        hook = planned.embed.register_forward_hook(lambda *_, other=other: grads(other, ids_of(60)) and None)
         with handle.watch():
-            found = grads(planned, at(8))
+            found = grads(planned, ids_of(8))
         hook.remove()
-        hook = plain.embed.register_forward_hook(lambda *_, other=other: grads(other, at(60)) and None)
-        assert equal(found, grads(plain, at(8)))
+        hook = plain.embed.register_forward_hook(lambda *_, other=other: grads(other, ids_of(60)) and None)
+        assert equal(found, grads(plain, ids_of(8)))
         hook.remove()
         assert all(row.replays == 0 for row in handle.report().rows)
-        assert equal(grads(other, at(60)), grads(plain, at(60)))
+        assert equal(grads(other, ids_of(60)), grads(plain, ids_of(60)))
     handle.remove()
     assert all("forward" not in module.__dict__ for module in planned.modules())
 
@@ -182,7 +173,7 @@ def test_replicas_go_by_the_size_that_they_are_given(plan: Plan, monkeypatch: py
     def step(m: Gpt) -> list[torch.Tensor]:
         torch.manual_seed(1)
         m.zero_grad()
-        losses = [copy(at(length)) for copy, length in zip(replicas(m, monkeypatch), lengths, strict=True)]
+        losses = [copy(ids_of(length)) for copy, length in zip(replicas(m, monkeypatch), lengths, strict=True)]
         torch.stack(losses).sum().backward()
         return [p.grad for p in m.parameters() if p.grad is not None]
 
@@ -198,10 +189,10 @@ def test_a_call_beyond_the_largest_is_said_once(plan: Plan) -> None:
     apply(planned, plan)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        grads(planned, at(SIZES[-1]))
+        grads(planned, ids_of(SIZES[-1]))
         with torch.no_grad():
-            planned(at(SIZES[-1] + 1))  # saves nothing
-    ids = at(SIZES[-1] + 1)
+            planned(ids_of(SIZES[-1] + 1))  # saves nothing
+    ids = ids_of(SIZES[-1] + 1)
     with pytest.warns(
         RuntimeWarning, match=rf"Gpt is called with .* 2 x {SIZES[-1] + 1}; .* is 2 x {SIZES[-1]}\."
     ) as w:
@@ -256,7 +247,8 @@ def test_keyword_arguments_and_what_does_not_fit() -> None:
     """An example may be keyword arguments, in any order; a size that no plan fits is named, with its least budget."""
     model = gpt(1)
     with pytest.raises(BudgetError, match="sizes: for calls of 2 x 8, budget=") as caught:
-        make_plan(model, budget="1KiB", device="h100", sizes=[{"mask": torch.zeros(2), "ids": at(8)}], loss=mean_loss)
+        sizes = [{"mask": torch.zeros(2), "ids": ids_of(8)}]
+        make_plan(model, budget="1KiB", device="h100", sizes=sizes, loss=mean_loss)
     assert caught.value.smallest > 1024
 
 

@@ -13,17 +13,10 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from support.zoo import ZOO, build, step
-from torch_recompute import ArgumentError, Plan, RecomputeConfig, apply, saved_activations
+from support.zoo import ZOO, build, plans, step
+from torch_recompute import ArgumentError, RecomputeConfig, apply, saved_activations
 from torch_recompute.plan.labels import LABELS, matching
 from torch_recompute.plan.units import find_units
-
-FULL = {
-    "uniform 1": {"recompute_method": "uniform", "recompute_num_layers": 1},
-    "uniform 2": {"recompute_method": "uniform", "recompute_num_layers": 2},
-    "block": {"recompute_method": "block", "recompute_num_layers": 2},
-}
-
 
 # Frozen matrices do not save the norm's output, and each adapter saves a copy of its own (dropped out).
 # Attention that is fused stores no scores. In models as small as these what a region keeps of generators may be more
@@ -45,19 +38,6 @@ NOTHING_TO_FREE = {
     },
     "lora_llama": {"core_attn", "layernorm"},
 }
-
-
-def plans(model: nn.Module) -> dict[str, Plan]:
-    """Every plan that fits the model, by name."""
-    found: dict[str, Plan] = {}
-    for name, fields in FULL.items():
-        found[name] = RecomputeConfig(recompute_granularity="full", **fields).plan(model)
-    labels = [label for label, count in matching(find_units(model)).items() if count]
-    for label in labels:
-        found[label] = RecomputeConfig(recompute_granularity="selective", recompute_modules=[label]).plan(model)
-    if len(labels) > 1:
-        found["all labels"] = RecomputeConfig(recompute_granularity="selective", recompute_modules=labels).plan(model)
-    return found
 
 
 def fresh(name: str) -> tuple[nn.Module, dict[str, Any]]:

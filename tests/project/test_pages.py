@@ -1,4 +1,4 @@
-"""What in the documentation is made, not written (figures, pictures, the API), and what it contains."""
+"""Generated parts of the documentation (figures, pictures, the API) are up to date, and complete."""
 
 import importlib
 import re

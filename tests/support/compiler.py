@@ -1,4 +1,4 @@
-"""What tests of compiled code share: what torch warns of, and a backend that runs the graphs as they are."""
+"""For tests of compiled code: filters for torch's warnings, and a backend that runs the graphs as they are."""
 
 from __future__ import annotations
 

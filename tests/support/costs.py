@@ -1,4 +1,4 @@
-"""Costs drawn by hypothesis, costs of stacks of equal layers, and what is best for them by trying everything."""
+"""Costs drawn by hypothesis, costs of stacks of equal layers, and the best choices by exhaustive search."""
 
 from __future__ import annotations
 

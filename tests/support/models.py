@@ -101,3 +101,38 @@ class Gpt(nn.Module):
         for block in self.blocks:
             x = block(x)
         return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+def gpt(layers: int = 4) -> Gpt:
+    """The GPT with its scores written out, and weights from a fixed seed."""
+    torch.manual_seed(0)
+    return Gpt(layers, by_hand=True)
+
+
+def ids_of(length: int, rows: int = 2) -> torch.Tensor:
+    """Tokens for `Gpt`, the same for the same length."""
+    return torch.randint(64, (rows, length), generator=torch.Generator().manual_seed(length))
+
+
+DEEP = torch.randn(512, 16, generator=torch.Generator().manual_seed(0))
+
+
+def deep_is_made() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
+    """Many narrow layers over many tokens: the inputs of layers outweigh what is in them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Residual(16, dropout=0.1) for _ in range(12)))
+    return model, lambda: model(DEEP).square().mean()
+
+
+# A small Llama as its `config.json` has it.
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 512,
+}

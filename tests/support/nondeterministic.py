@@ -1,4 +1,4 @@
-"""A model with a layer that does something else in every run: what a check of two steps has to notice."""
+"""A model with a layer that computes something else in every run, which a check of two steps must notice."""
 
 from collections.abc import Callable
 

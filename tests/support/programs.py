@@ -1,4 +1,4 @@
-"""Random programs of regions and saved calls, and what it means that one ran as plain PyTorch runs it.
+"""Random programs of regions and saved calls, and their comparison with plain PyTorch.
 
 A program is plain data: lines of Python, the tensors it starts from, and a recipe for
 its backward. It is Python source rather than a tree of operations of our own, so that functions are real functions

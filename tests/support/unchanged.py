@@ -1,4 +1,4 @@
-"""What looks at a model leaves it as it was: one context for the tests of everything that runs one."""
+"""A context that checks that a model, its gradients, hooks and generators are unchanged at its end."""
 
 from __future__ import annotations
 

@@ -23,6 +23,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from support.zoo_handmade import ConvNeXt, DecoderOnly, MegatronGPT, TitanDecoder, VisionTransformer, with_lora
+from torch_recompute import Plan, RecomputeConfig
+from torch_recompute.plan.labels import matching
+from torch_recompute.plan.units import find_units
 
 BATCH, TOKENS, WIDTH, HEADS, LAYERS, VOCABULARY = 2, 8, 32, 4, 3, 64
 Built = tuple[nn.Module, dict[str, Any]]
@@ -257,4 +260,24 @@ def step(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
     found = {"loss": loss.detach()}
     found.update((name, p.grad.clone()) for name, p in model.named_parameters() if p.grad is not None)
     found.update((name, b.clone()) for name, b in model.named_buffers())
+    return found
+
+
+FULL = {
+    "uniform 1": {"recompute_method": "uniform", "recompute_num_layers": 1},
+    "uniform 2": {"recompute_method": "uniform", "recompute_num_layers": 2},
+    "block": {"recompute_method": "block", "recompute_num_layers": 2},
+}
+
+
+def plans(model: nn.Module) -> dict[str, Plan]:
+    """Every plan that fits the model, by name."""
+    found: dict[str, Plan] = {}
+    for name, fields in FULL.items():
+        found[name] = RecomputeConfig(recompute_granularity="full", **fields).plan(model)
+    labels = [label for label, count in matching(find_units(model)).items() if count]
+    for label in labels:
+        found[label] = RecomputeConfig(recompute_granularity="selective", recompute_modules=[label]).plan(model)
+    if len(labels) > 1:
+        found["all labels"] = RecomputeConfig(recompute_granularity="selective", recompute_modules=labels).plan(model)
     return found

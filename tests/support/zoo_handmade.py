@@ -452,3 +452,9 @@ def with_lora(model: nn.Module, names: tuple[str, ...]) -> nn.Module:
         if name in names and isinstance(module, nn.Linear):
             setattr(model.get_submodule(parent), name, LoraLinear(module))
     return model
+
+
+def decoder() -> DecoderOnly:
+    """A decoder of three layers, the same every time."""
+    torch.manual_seed(0)
+    return DecoderOnly(64, 32, 4, 3)

@@ -1,0 +1,72 @@
+"""One training step, what it leaves, and whether a plan kept its promise in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from torch_recompute import Plan, apply, measure
+
+
+def step(model: nn.Module, call: Callable[[], torch.Tensor], optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Runs one step from fixed random numbers."""
+    torch.manual_seed(1)
+    call().backward()
+    if optimizer is not None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def gradients(model: nn.Module, *args: Any) -> list[torch.Tensor]:
+    """The gradients of a step whose loss is what the model returns."""
+    model.zero_grad()
+    model(*args).backward()
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def assert_same(some: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> None:
+    """Equal to the last bit, name by name: what two steps left."""
+    assert some.keys() == others.keys()
+    assert [name for name in some if not torch.equal(some[name], others[name])] == []
+
+
+def promise_is_kept(
+    fresh: Callable[[], tuple[nn.Module, Callable[[], torch.Tensor]]],
+    plan: Plan,
+    batch: Any,
+    optimizer: Any = None,
+    exact: bool = True,
+) -> None:
+    """Runs the step plainly and with the plan, and compares; not `exact` if its sizes depend on the data."""
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    assert plan.prediction is not None
+    counts: list[int] = []
+    gradients: list[dict[str, torch.Tensor | None]] = []
+    for used in (Plan(), plan):
+        model, call = fresh()
+        apply(model, used)
+        with FlopCounterMode(display=False) as counter:
+            step(model, call)
+        counts.append(counter.get_total_flops())
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    assert not exact or counts[1] - counts[0] == plan.predicted_replay_flops
+    for name, wanted in gradients[0].items():
+        got = gradients[1][name]
+        assert (got is None) == (wanted is None), name
+        assert got is None or wanted is None or torch.equal(got, wanted), name
+
+    model, call = fresh()
+    apply(model, plan)
+    made_optimizer = None if optimizer is None else optimizer(model.parameters())
+    if made_optimizer is not None:
+        step(model, call, made_optimizer)
+    with measure(model, made_optimizer).track(*tensors) as m:
+        step(model, call, made_optimizer)
+    assert plan.prediction.peak_bytes <= plan.prediction.budget_bytes
+    assert m.peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0 if exact else 0.005, abs=0)
