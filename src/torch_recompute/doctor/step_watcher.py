@@ -475,12 +475,8 @@ def _drawn_again(model: nn.Module) -> tuple[str, ...]:
     return tuple(
         path.removeprefix("_orig_mod.")
         for path, module in model.named_modules()
-        if module.training and any(_is_share(getattr(module, name, 0.0)) for name in DROPOUT)
+        if module.training and any(isinstance(p := getattr(module, name, 0), float) and p > 0 for name in DROPOUT)
     )
-
-
-def _is_share(value: Any) -> bool:
-    return isinstance(value, float) and value > 0
 
 
 def _cuda_device(model: nn.Module) -> torch.device | None:
