@@ -122,7 +122,9 @@ class _ModelOutputs:
         for tensor in _torch.tensors_in(output):
             for _, storage in storages(tensor) if tensor.grad_fn is not None else ():
                 base = tensor._base
-                if id(storage) not in self.results and (base is None or base.grad_fn is not None):  # no parameter
+                known = self.results.get(id(storage))
+                new = known is None or known[0]() is None  # another storage may have had this id
+                if new and (base is None or base.grad_fn is not None):  # no parameter
                     self.results[id(storage)] = weakref.ref(storage), path
                     self.nbytes += storage.nbytes()
 
