@@ -105,13 +105,14 @@ COMMANDS = (
     ),
     Command(
         "doctor support.nondeterministic:pair --device h100 --no-run --no-hold-output --optimizer sgd",
-        "model ok findings looked_for not_looked_for",
+        "model ok findings looked_for not_looked_for watched",
         "--budget 24G",
         otherwise=("--budget 1KiB", cli.FAILED),
     ),
     Command(
         "bench run gpt-tiny --steps 1 --warmup 0 --rounds 1 --batch 1 --sequence 16 --device cpu",
-        "torch_recompute torch device parameters config how noise_percent golden taken_from_results exit_code rows",
+        "torch_recompute torch device parameters config how noise_percent golden taken_from_results exit_code notes "
+        "rows",
         "--steps 0",
         otherwise=("--budget 1KiB", cli.TOO_SMALL),
     ),

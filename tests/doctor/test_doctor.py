@@ -818,3 +818,13 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert set(document["looked_for"]) | set(document["not_looked_for"]) == set(doctor.KINDS)
     assert cli.main(["doctor", "this_test:good_pair", *arguments, "--quiet"]) == cli.FAILED
     assert capsys.readouterr().err == ""
+
+
+def test_memory_at_a_reused_address_is_watched() -> None:
+    """A result whose storage has the identity of one that is gone is recorded like any other."""
+    outputs, weight = step_watcher._ModelOutputs(), torch.ones(4, requires_grad=True)
+    for _ in range(10):
+        result = weight * 2
+        outputs.add("layer", result)
+        assert len(outputs.alive(False)) == 1
+        del result

@@ -67,6 +67,8 @@ OPTIONS = (
 """The keys that a file of experiments may have at its top."""
 FIGURES = {"step_seconds": max, "tflops": min, "allocated_bytes": max, "reserved_bytes": max}
 """The figures of a rank, and the function that makes one for all ranks of theirs."""
+OF_FIRST_RECORD = ("dtype", "replay_flops", "flops", "uncounted", "unit", "regions", "predicted_peak_bytes")
+"""The fields of a row that are those of rank 0 in the first round."""
 
 Trials = Mapping[str, Sequence[Sequence[Record]]]
 """The rounds of each setting, by its name; a round has a record per rank."""
@@ -380,24 +382,22 @@ class Golden:
 
     def check_workload(self, workload: Workload, ranks: int) -> None:
         """Refuses figures of another workload, or of more or fewer ranks."""
-        self._check({**asdict(self.workload), "ranks": self.ranks}, {**asdict(workload), "ranks": ranks})
+        for what, mine in asdict(self.workload).items():
+            self._check(what, mine, getattr(workload, what))
+        self._check("ranks", self.ranks, ranks)
 
     def check_machine(self, records: Sequence[Record]) -> None:
         """Refuses figures of another device, or of another model or batch of the same name."""
-        names = ("device", "number of parameters", "number of items in a step")
-        ours = records[0].device, records[0].parameters, _items(records)
-        self._check(
-            dict(zip(names, (self.device, self.parameters, self.items), strict=True)),
-            dict(zip(names, ours, strict=True)),
-        )
+        self._check("device", self.device, records[0].device)
+        self._check("number of parameters", self.parameters, records[0].parameters)
+        self._check("number of items in a step", self.items, _items(records))
 
-    def _check(self, mine: Mapping[str, object], ours: Mapping[str, object]) -> None:
-        for what, value in mine.items():
-            if value != ours[what]:
-                raise errors.ArgumentError(
-                    f"the figures in {self.source} are of another {what}: {value}, here {ours[what]}. A comparison "
-                    "would say nothing. Write figures of your own with --save-golden, or leave --golden out."
-                )
+    def _check(self, what: str, mine: object, ours: object) -> None:
+        if mine != ours:
+            raise errors.ArgumentError(
+                f"the figures in {self.source} are of another {what}: {mine}, here {ours}. A comparison would say "
+                "nothing. Write figures of your own with --save-golden, or leave --golden out."
+            )
 
 
 class Journal:
@@ -783,15 +783,9 @@ def _row(config: BenchConfig, setting: Setting, ended: Trials, reference: str, t
         by_category=largest.by_category,
         losses=[record.losses for record in rounds[0]] if done else [],
         plan=first.digest,
-        dtype=first.dtype,
+        **{name: getattr(first, name) for name in OF_FIRST_RECORD},
         shortage=end.shortage,
         replay_percent=100 * (first.replay_flops or 0) / first.flops if first.flops else None,
-        replay_flops=first.replay_flops,
-        flops=first.flops,
-        uncounted=first.uncounted,
-        unit=first.unit,
-        regions=first.regions,
-        predicted_peak_bytes=first.predicted_peak_bytes,
         compared_with=reference if done else None,
     )
 

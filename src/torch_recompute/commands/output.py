@@ -118,29 +118,25 @@ class Output:
 
         Lines of `at_work` inside are not shown.
         """
-        with at_work("", show=False), self._counting(total) as advance:
-            yield advance
+        with at_work("", show=False):
+            if not self.quiet and _moves():
+                from rich.console import Console
+                from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    @contextmanager
-    def _counting(self, total: int) -> Generator[Callable[[str], None]]:
-        if not self.quiet and _moves():
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+                columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), TimeRemainingColumn())
+                with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+                    task = bar.add_task("starting", total=total)
+                    yield lambda word: bar.update(task, advance=1, description=word)
+                return
+            done = 0
 
-            columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), TimeRemainingColumn())
-            with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-                task = bar.add_task("starting", total=total)
-                yield lambda word: bar.update(task, advance=1, description=word)
-            return
-        done = 0
+            def line(word: str) -> None:
+                nonlocal done
+                done += 1
+                if not self.quiet and done * 10 // total != (done - 1) * 10 // total:
+                    sys.stderr.write(f"{100 * done // total:3d}%  {word}\n")
 
-        def line(word: str) -> None:
-            nonlocal done
-            done += 1
-            if done * 10 // total != (done - 1) * 10 // total:
-                self._say(f"{100 * done // total:3d}%  {word}")
-
-        yield line
+            yield line
 
     def give(self, data: Callable[[], str], table: Callable[[Console], object]) -> None:
         """Prints the result, in the one form or the other."""
@@ -148,11 +144,6 @@ class Output:
             sys.stdout.write(data() + "\n")
         else:
             table(new_console())
-
-    def _say(self, line: str) -> None:
-        if not self.quiet:
-            sys.stderr.write(f"{line}\n")
-            sys.stderr.flush()
 
 
 def new_console(*, highlight: bool = False, soft_wrap: bool = True) -> Console:

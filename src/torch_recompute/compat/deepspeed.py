@@ -36,7 +36,7 @@ KEYS = {
     "synchronize_checkpoint_boundary": "synchronize",
     "profile": "profile",
 }
-"""The options: the key in JSON, and the argument of `configure`."""
+"""The options, in the order of `configure`: the key in JSON, and the argument."""
 
 # Argument -> why it is refused, and what to write.
 _NOT_DONE = {
@@ -91,14 +91,8 @@ def configure(
         ArgumentError: An option is not known, or would do nothing, or is not available; then the settings stay as they
             were.
     """
-    given: dict[str, Any] = {
-        "partition_activations": partition_activations,
-        "contiguous_checkpointing": contiguous_checkpointing,
-        "num_checkpoints": num_checkpoints,
-        "checkpoint_in_cpu": checkpoint_in_cpu,
-        "synchronize": synchronize,
-        "profile": profile,
-    }
+    values = partition_activations, contiguous_checkpointing, num_checkpoints, checkpoint_in_cpu, synchronize, profile
+    given = dict(zip(KEYS.values(), values, strict=True))
     section = {} if deepspeed_config is None else _section(deepspeed_config)
     options = {argument: (key, section[key]) for key, argument in KEYS.items() if section.get(key) is not None}
     options.update({name: (name, value) for name, value in given.items() if value is not None})

@@ -193,6 +193,15 @@ def _found(where: str, seen: str, confirmed: str, write: str, **figures: Any) ->
     return where, seen, confirmed, write, figures
 
 
+def _of_regions(
+    account: Account, seen: str, confirmed: str, write: str, figures: tuple[str, ...] = (), **more: Any
+) -> _Found:
+    """Returns a finding about the regions of an account; `seen` follows their number, `figures` names the account's."""
+    numbers = {name: getattr(account, name) for name in figures}
+    seen = f"{counted(account.calls, 'region')} {seen}"
+    return _found(account.where, seen, confirmed, write, regions=account.calls, **numbers, **more)
+
+
 @dataclass(frozen=True)
 class Check:
     """Finds one kind of problem.
@@ -565,25 +574,22 @@ def _saves_nothing(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_F
     """
     for account in simulated.outermost:
         if account.dropped_bytes and not account.freed_bytes and account.held_bytes:
-            yield _found(
-                account.where,
-                f"{counted(account.calls, 'region')} dropped {_size(account.dropped_bytes)} and kept "
-                f"{_size(account.pinned_bytes + account.held_bytes)} that is not kept without: they free nothing.",
+            yield _of_regions(
+                account,
+                f"dropped {_size(account.dropped_bytes)} and kept {_size(account.pinned_bytes + account.held_bytes)} "
+                "that is not kept without: they free nothing.",
                 f"{WALKED}{evidence.compared(account.name)}.",
                 f"{evidence.without_it(account.name)}, or a region that reaches back to where its input is made.",
-                regions=account.calls,
-                dropped_bytes=account.dropped_bytes,
+                ("dropped_bytes",),
                 freed_bytes=0,
             )
         if not account.dropped_bytes:
-            yield _found(
-                account.where,
-                f"{counted(account.calls, 'region')} dropped 0 bytes: all that autograd saves in there are inputs and "
-                "parameters, which are alive anyway.",
-                "one simulated step, in which each tensor that autograd saved in a region was counted"
-                f"{evidence.compared(account.name)}.",
+            yield _of_regions(
+                account,
+                "dropped 0 bytes: all that autograd saves in there are inputs and parameters, which are alive anyway.",
+                "one simulated step, in which each tensor that autograd saved in a region was "
+                f"counted{evidence.compared(account.name)}.",
                 f"{evidence.without_it(account.name)}, or a region that reaches to where its result is consumed.",
-                regions=account.calls,
                 dropped_bytes=0,
             )
         yield from _lowers_no_peak(evidence, simulated, account)
@@ -632,28 +638,24 @@ def _output_pins(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Fou
     """
     for account in simulated.outermost:
         if account.stashed_bytes > HELD * simulated.step.saved_bytes:
-            yield _found(
-                account.where,
-                f"{counted(account.calls, 'region')} keep {_size(account.stashed_bytes)} in {account.stashed_by[0]}: a "
-                "region drops what is saved for backward, and attributes of ctx are not.",
+            yield _of_regions(
+                account,
+                f"keep {_size(account.stashed_bytes)} in {account.stashed_by[0]}: a region drops what is saved for "
+                "backward, and attributes of ctx are not.",
                 f"{WALKED}.",
                 "`ctx.save_for_backward` in the place of the attribute.",
-                regions=account.calls,
-                stashed_bytes=account.stashed_bytes,
+                ("stashed_bytes",),
             )
         if not _is_pinned(account) or account.freed_bytes < 0 or _is_fused_attention(account):
             continue  # what is worse than this has a kind of its own
-        yield _found(
-            account.where,
-            f"{counted(account.calls, 'region')} dropped {_size(account.dropped_bytes)}, of which "
-            f"{_size(account.pinned_bytes)} are held by {', '.join(account.pinned_by)}.",
+        yield _of_regions(
+            account,
+            f"dropped {_size(account.dropped_bytes)}, of which {_size(account.pinned_bytes)} are held by "
+            f"{', '.join(account.pinned_by)}.",
             f"{WALKED}{evidence.compared(account.name)}.",
-            "a region that reaches through the consumer, the consumer being a saved call: "
-            "`recompute(lambda x: no_recompute(consumer)(fn(x)))(x)`; or none here.",
-            regions=account.calls,
-            dropped_bytes=account.dropped_bytes,
-            pinned_bytes=account.pinned_bytes,
-            freed_bytes=account.freed_bytes,
+            "a region that reaches through the consumer, the consumer being a saved call: `recompute(lambda x: "
+            "no_recompute(consumer)(fn(x)))(x)`; or none here.",
+            ("dropped_bytes", "pinned_bytes", "freed_bytes"),
         )
 
 
@@ -663,16 +665,14 @@ def _made_worse(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Foun
         plain = evidence.without(account.name) if account.freed_bytes < 0 else None
         if account.freed_bytes >= 0 or (plain is not None and plain.saved_bytes >= simulated.step.saved_bytes):
             continue
-        yield _found(
-            account.where,
-            f"{counted(account.calls, 'region')} keep {_size(account.held_bytes)} of inputs that nothing else keeps, "
-            f"and free {_size(account.dropped_bytes - account.pinned_bytes)}: {_size(-account.freed_bytes)} more than "
-            "the plain call.",
+        yield _of_regions(
+            account,
+            f"keep {_size(account.held_bytes)} of inputs that nothing else keeps, and free "
+            f"{_size(account.dropped_bytes - account.pinned_bytes)}: {_size(-account.freed_bytes)} more than the "
+            "plain call.",
             f"{WALKED}{evidence.compared(account.name)}.",
             f"{evidence.without_it(account.name)}: the result of such an operation is all that its backward needs.",
-            regions=account.calls,
-            held_bytes=account.held_bytes,
-            freed_bytes=account.freed_bytes,
+            ("held_bytes", "freed_bytes"),
         )
 
 
@@ -704,14 +704,13 @@ def _needless(evidence: Evidence, simulated: SimulatedSteps) -> dict[str, _Found
         over = evidence.budget is not None and without.peak_bytes > evidence.budget
         if freed >= LOWERED * without.peak_bytes or over or replayed <= 0:
             continue
-        found[starred_path(account.paths[0])] = _found(
-            account.where,
-            f"{counted(account.calls, 'region')} around {', '.join(one.name for one in inner)}, which are regions as "
-            f"well, and around little else: {_size(max(freed, 0))} less at the peak, for {_gflop(replayed)} more that "
-            f"are replayed ({_gflop(step.flops['replay'])} in all).",
+        found[starred_path(account.paths[0])] = _of_regions(
+            account,
+            f"around {', '.join(one.name for one in inner)}, which are regions as well, and around little else: "
+            f"{_size(max(freed, 0))} less at the peak, for {_gflop(replayed)} more that are replayed "
+            f"({_gflop(step.flops['replay'])} in all).",
             f"two simulated steps: the peak is {_size(step.peak_bytes)}, and {_size(without.peak_bytes)} without it.",
             f"{evidence.without_it(account.name)}; the regions in it stay.",
-            regions=account.calls,
             freed_bytes=freed,
             replayed_flops=replayed,
         )
@@ -733,27 +732,24 @@ def _recomputed_twice(evidence: Evidence, simulated: SimulatedSteps) -> Iterator
         if _is_nested(account):
             yield from _nested_region(evidence, simulated.step, account)
         elif _is_fused_attention(account) and _is_pinned(account) and account.replay_flops:
-            yield _found(
-                account.where,
-                f"{counted(account.calls, 'region')} hold a fused attention, whose backward makes the scores again by "
-                f"itself; its forward is run once more ({_gflop(account.replay_flops)}) to free "
-                f"{_size(account.freed_bytes)}, since its result is held by {', '.join(account.pinned_by)}.",
+            yield _of_regions(
+                account,
+                "hold a fused attention, whose backward makes the scores again by itself; its forward is run once "
+                f"more ({_gflop(account.replay_flops)}) to free {_size(account.freed_bytes)}, since its result is "
+                f"held by {', '.join(account.pinned_by)}.",
                 BY_REGION,
                 f'no region on {account.name}; in a region around the whole layer, keep it: `keep=("@attention",)`.',
-                regions=account.calls,
-                replay_flops=account.replay_flops,
-                freed_bytes=account.freed_bytes,
+                ("replay_flops", "freed_bytes"),
             )
         elif not account.inside and _is_for_attention_alone(account):
-            yield _found(
-                account.where,
-                f"{counted(account.calls, 'region')} run a fused attention again "
-                f"({_gflop(account.attention_replays)}), and free {_size(account.freed_bytes)}, no more than its "
-                f"results are ({_size(account.attention_bytes)}): the scores are not kept without the region either.",
+            yield _of_regions(
+                account,
+                f"run a fused attention again ({_gflop(account.attention_replays)}), and free "
+                f"{_size(account.freed_bytes)}, no more than its results are ({_size(account.attention_bytes)}): the "
+                "scores are not kept without the region either.",
                 BY_REGION,
                 f"a plan without {account.name}; or a region around more than the attention that keeps it, as "
                 '`keep=("@attention",)` says (attention_output among recompute_modules).',
-                regions=account.calls,
                 replay_flops=account.attention_replays,
                 freed_bytes=account.freed_bytes,
             )
@@ -768,16 +764,14 @@ def _nested_region(evidence: Evidence, step: Simulation, account: Account) -> It
         if step.peak_bytes < (1 - WORTH) * outer.peak_bytes:
             return  # it pays: in the replay of the outer one, less is alive at once
         confirmed += f"; the peak is {_size(step.peak_bytes)} with it and {_size(outer.peak_bytes)} without"
-    yield _found(
-        account.where,
-        f"{counted(account.calls, 'region')} are in {around}, which is a region as well: "
-        f"{account.forward_ops} operations in forward, {account.replay_ops} in replays "
-        f"({_gflop(account.replay_flops)} replayed, {_gflop(account.forward_flops)} in one forward).",
+    yield _of_regions(
+        account,
+        f"are in {around}, which is a region as well: {account.forward_ops} operations in forward, "
+        f"{account.replay_ops} in replays ({_gflop(account.replay_flops)} replayed, {_gflop(account.forward_flops)} "
+        "in one forward).",
         f"{confirmed}.",
         f"one of the two: {evidence.without_it(account.name)}, or {evidence.without_it(around)}.",
-        regions=account.calls,
-        forward_ops=account.forward_ops,
-        replay_ops=account.replay_ops,
+        ("forward_ops", "replay_ops"),
     )
 
 
@@ -915,6 +909,16 @@ def _masks_drawn_again(evidence: Evidence, observed: Observations) -> Iterator[_
         )
 
 
+def _no_cuda_allocator(evidence: Evidence) -> str:
+    without = evidence.observed is not None and evidence.observed.allocator is None
+    return "the model is not on a CUDA device, whose allocator it is about" if without else ""
+
+
+def _no_output_held(evidence: Evidence) -> str:
+    held = evidence.simulated is None or evidence.simulated.step.loop.hold_output
+    return "" if held else "the training loop holds no output (hold_output=False)"
+
+
 # Attributes and tensors that no module owns are not put back by a replay.
 _CHANGED = _audited("mutates", confirmed="each region was run twice, and what was changed outside it was compared.")
 
@@ -926,25 +930,9 @@ CHECKS = (
     Check("reentrant", observed=_reentrant),
     Check("masks_drawn_again", observed=_masks_drawn_again),
     Check("over_budget", simulated=_over_budget, unless=lambda e: "no budget was given" if e.budget is None else ""),
-    Check(
-        "fragmentation",
-        observed=_fragmentation,
-        unless=lambda e: (
-            "the model is not on a CUDA device, whose allocator it is about"
-            if e.observed is not None and e.observed.allocator is None
-            else ""
-        ),
-    ),
+    Check("fragmentation", observed=_fragmentation, unless=_no_cuda_allocator),
     Check("loss_head", simulated=_loss_head),
-    Check(
-        "output_held",
-        simulated=_output_held,
-        unless=lambda e: (
-            "the training loop holds no output (hold_output=False)"
-            if e.simulated is not None and not e.simulated.step.loop.hold_output
-            else ""
-        ),
-    ),
+    Check("output_held", simulated=_output_held, unless=_no_output_held),
     Check("kept_alive", observed=_kept_alive),
     Check("optimizer_state", simulated=_optimizer_state),
     Check("saves_nothing", simulated=_saves_nothing, observed=_never_again),

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -36,9 +36,6 @@ from .checks import CHECKS, Evidence, Report, look_for
 from .compare import Difference, ModelCall, Noise, StepResult, differences
 from .simulated import SimulatedSteps, as_region, without_recomputation
 from .step_watcher import CLOSELY, Compiled, Observations, Raised, StepWatcher
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 def examine(
@@ -230,7 +227,7 @@ def _first_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).partition("\n")[0]
 
 
-class Watching:
+class Watching(contextlib.AbstractContextManager["Watching"]):
     """A model that is being watched; made by `watch`. Also a context manager, which removes it at the end."""
 
     def __init__(self, model: nn.Module, closely: int) -> None:
@@ -254,9 +251,6 @@ class Watching:
     def remove(self) -> None:
         """Removes every hook; `report` can still be called. Calling it again does nothing."""
         self._watcher.end()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.remove()

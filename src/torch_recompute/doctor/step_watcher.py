@@ -122,7 +122,9 @@ class _ModelOutputs:
         for tensor in _torch.tensors_in(output):
             for _, storage in storages(tensor) if tensor.grad_fn is not None else ():
                 base = tensor._base
-                if id(storage) not in self.results and (base is None or base.grad_fn is not None):  # no parameter
+                known = self.results.get(id(storage))
+                new = known is None or known[0]() is None  # another storage may have had this id
+                if new and (base is None or base.grad_fn is not None):  # no parameter
                     self.results[id(storage)] = weakref.ref(storage), path
                     self.nbytes += storage.nbytes()
 
@@ -475,12 +477,8 @@ def _drawn_again(model: nn.Module) -> tuple[str, ...]:
     return tuple(
         path.removeprefix("_orig_mod.")
         for path, module in model.named_modules()
-        if module.training and any(_is_share(getattr(module, name, 0.0)) for name in DROPOUT)
+        if module.training and any(isinstance(p := getattr(module, name, 0), float) and p > 0 for name in DROPOUT)
     )
-
-
-def _is_share(value: Any) -> bool:
-    return isinstance(value, float) and value > 0
 
 
 def _cuda_device(model: nn.Module) -> torch.device | None:
