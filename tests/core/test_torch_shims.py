@@ -199,10 +199,8 @@ ask("ambient_hooks", [None, HOOKS, None], within(saved_tensors_hooks(*HOOKS)), o
 
 ask("in_backward", [False, True], backward())
 ask("graph_is_kept", [False, True, False], backward(retain_graph=True), backward(retain_graph=False))
-KEPT = [True, False]
-row("keeps_graph", KEPT, lambda t: [told(t.keeps_graph, backward(retain_graph=kept)) for kept in KEPT])
-    "keeps_graph", [True, False], lambda t: [told(t.keeps_graph, backward(retain_graph=keep)) for keep in (True, False)]
-)
+keeps = [True, False]
+row("keeps_graph", keeps, lambda t: [told(t.keeps_graph, backward(retain_graph=kept)) for kept in keeps])
 ask("current_node", [None, "LookBackward"], backward(), view=lambda node: node and node.name())
 ask("exec_group", [None], gone={"torch._C._get_graph_exec_group": [None]})
 ask("exec_group", [type(None), GraphExecGroup], within(GraphExecGroup()), view=type)

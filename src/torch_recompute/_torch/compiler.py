@@ -1,4 +1,4 @@
-"""What `torch.compile` has done or is doing: counts of what it left out, its settings, and the graph it traces."""
+"""The state of `torch.compile`: counts of what it left out, its settings, and the graph it traces."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 

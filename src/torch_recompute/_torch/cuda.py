@@ -1,4 +1,4 @@
-"""What CUDA does with an operation, asked on any machine: its kernels of attention, its precision, its autocast."""
+"""CUDA's way with an operation, told on any machine: its kernels of attention, its precision, its autocast."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 

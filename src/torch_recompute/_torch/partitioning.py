@@ -49,7 +49,7 @@ def hint(size: Any) -> int:
 
 
 def outputs_of(graph: fx.Graph) -> list[Any]:
-    """What a graph returns, flat."""
+    """The results of a graph, flat."""
     (last,) = graph.find_nodes(op="output")
     return pytree.arg_tree_leaves(*last.args)
 

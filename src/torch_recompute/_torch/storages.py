@@ -78,7 +78,7 @@ def cpu_allocations(call: Callable[[], object]) -> list[int]:
 
 
 def cpu_bytes_between(call: Callable[[], object], left: Callable[[], int] = int) -> int:
-    """How many bytes what a call allocates rises, while it runs, above what of that is left at its end.
+    """The bytes by which a call's allocations rise, while it runs, above what is left of them at its end.
 
     That older memory is freed is left out: PyTorch rarely tells, and then with the size of what it last saw there.
 

@@ -1,4 +1,4 @@
-"""What shows where a replay differs from its forward: the reader of a slot, bits of saved tensors, operations.
+"""Signs of where a replay differs from its forward: the reader of a slot, bits of saved tensors, operations.
 
 `Fingerprints` are strides and bits of saved tensors, for `check="values"`. Some operations save a buffer that their
 kernel fills only afterwards (RReLU's noise), so a tensor that requires no grad is read when the next operation saves

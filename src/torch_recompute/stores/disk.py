@@ -209,7 +209,7 @@ class Piece:
             self._disk.give_back(self._start, self.nbytes)
 
     def numel(self) -> int:
-        """How many elements it holds."""
+        """The number of its elements."""
         return self._numel
 
     def _block(self, tensor: torch.Tensor, n: int, flags: int) -> tuple[memoryview, int]:
