@@ -395,7 +395,7 @@ def test_no_file_imports_itself_by_way_of_others() -> None:
 
 def test_contributing_describes_each_room() -> None:
     """The table of rooms in CONTRIBUTING.md has a line for each row of `ROOMS`, in their order."""
-    text = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    text = (TESTS.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (`[^|]+) \|", text, re.MULTILINE)
     assert [tuple(re.findall(r"`([^`]+?)(?:/|\.py)?`", row)) for row in rows] == list(ROOMS)
     assert len(ROOMS) <= 20
@@ -487,7 +487,7 @@ def unknown_names(modules: list[Module]) -> list[str]:
     names = {name for module in modules for name in _identifiers(module)} | set(dir(builtins)) | set(keyword.kwlist)
     names |= {part for module in modules for part in module.parts} | OTHERS_NAMES
     files = {module.path for module in modules}
-    folders = Path(__file__).parents[2], _package_folder()
+    folders = TESTS.parent, _package_folder()
     complaints: list[str] = []
     for module in modules:
         for line, text in _docstrings(module):
@@ -568,7 +568,7 @@ def test_the_core_reaches_nothing_outside() -> None:
 
 def test_the_page_on_trust_names_the_core() -> None:
     """docs/trust.md has a row for each file of the core, in reading order, and names tests that are there."""
-    root = Path(__file__).parents[1]
+    root = TESTS.parent
     text = (root / "docs/trust.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([^`]+)\.py` \|.*\| ([^|]+) \|$", text, re.MULTILINE)
     assert tuple(name for name, _ in rows) == CORE
