@@ -117,10 +117,17 @@ class _Call:
         self.shapes: list[tuple[int, ...]] = [x.shape for x in self._leaves if isinstance(x, _Layout)]
         self.layers: Counter[str] = Counter()
         self.gradients = any(parameter.grad is not None for parameter in model.parameters())
-        self.autocast = _torch.autocast_dtype(next((p.device.type for p in model.parameters()), "cpu"))
+        self.device = next((p.device.type for p in model.parameters()), "cpu")
+        self.autocast = _torch.autocast_dtype(self.device)
         self.draws = generators()
         self.backward = self.retained = False
         self._graph: weakref.ref[_Mark] | None = None
+
+    def runs(self, path: str) -> None:
+        """Counts a layer. The autocast around the first is that of the call: the model's forward may turn it on."""
+        if not self.layers:
+            self.autocast = _torch.autocast_dtype(self.device)
+        self.layers[path] += 1
 
     def ends(self, output: Any) -> None:
         """Looks out for the backward through what the model returned."""
@@ -176,7 +183,7 @@ class FirstSteps(ForwardWrapper):
     def put(self) -> None:
         """Begins to look."""
         super().put()
-        here = weakref.ref(self)
+        here: weakref.ref[FirstSteps] = weakref.ref(self)
         stepped = register_optimizer_step_post_hook(lambda optimizer, *_: _stepped(here, optimizer))
         weakref.finalize(self, stepped.remove)
         self._hooks.append(stepped)
@@ -242,7 +249,7 @@ class FirstSteps(ForwardWrapper):
     def _counter(self, path: str) -> Any:
         def count(*_: Any) -> None:
             if self._calls and not _torch.in_backward():
-                self._calls[-1].layers[path] += 1
+                self._calls[-1].runs(path)
 
         return count
 
@@ -346,14 +353,14 @@ class FirstSteps(ForwardWrapper):
         here = vars(self.module)
         top = here.pop("forward")  # this wrapper, or what others have put on it
         here.update({} if self._before is None else {"forward": self._before})
+        failed = ""
         try:
-            plan = self._handle.exchange(lambda: self._planning(example, **options))
+            self._handle.exchange(lambda: self._planning(example, **options))
+            self._shapes = largest.shapes
         except Exception as error:  # whatever it is, the training goes on with the plan that it has
             if self._shapes is None:
                 raise
             failed = str(error).partition("\n")[0] or type(error).__name__
-        else:
-            failed, self._shapes = "", largest.shapes
         finally:
             self._before = here.get("forward")
             here["forward"] = top
@@ -364,7 +371,7 @@ class FirstSteps(ForwardWrapper):
         if self._planning.speaks:
             why = "; ".join(one.what for one in found)
             again = f"planned again in {time.perf_counter() - began:.1f} s" + (f" ({why})" if why else "")
-            sys.stdout.write(f"{plan.summary}; {again if found else again.replace('again ', '')}\n")
+            sys.stdout.write(f"{self._handle.plan.summary}; {again if found else again.replace('again ', '')}\n")
 
 
 def _beside(modules: dict[str, nn.Module], paths: Sequence[str]) -> Iterator[str]:
