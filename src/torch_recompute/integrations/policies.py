@@ -113,21 +113,23 @@ def apply(model: nn.Module, policy: Policy, *, stores: Mapping[str, Store] | Non
 Budget = int | float | str
 
 
-def one_of(what: str, policy: object, budget: Budget | None) -> Budget | None:
+def one_of(what: str, policy: object, budget: Budget | None, *, must: bool = False) -> Budget | None:
     """Returns the budget of a callback, which takes a policy or a budget.
 
     Args:
         what: The callback.
         policy: Its policy, or None.
         budget: Its budget, or None.
+        must: Whether there has to be one of them.
 
     Raises:
-        ArgumentError: There are both, or the budget is none.
+        ArgumentError: There are both, or neither, or the budget is none.
     """
-    if budget is not None and policy is not None:
+    if (budget is None) == (policy is None) and (must or budget is not None):
         raise errors.ArgumentError(
-            f"{what} was given {errors.say(policy)} and budget={budget!r}; the one says what to recompute, the other "
-            f"asks for a plan.\n  Write one of them:  {what}(budget={budget!r})"
+            f"{what} takes a policy, which says what to recompute, or a budget, for which it plans; but got "
+            f"{'neither' if budget is None else f'{errors.say(policy)} and budget={budget!r}'}.\n"
+            f'  Write {what}("full"), or {what}(budget="24GiB").'
         )
     if budget is not None:
         read_budget(budget)
