@@ -44,6 +44,7 @@ from .wrappers import ForwardWrapper
 STEPS = 3
 TOLERANCE = 0.005  # of the promise
 MOST_CALLS = 64  # of a step whose end shows neither in an optimizer nor in gradients
+COUNTING = ("cuda",)  # devices whose allocator counts a peak
 ALONE = "another plan would not change it"
 
 
@@ -299,9 +300,8 @@ class FirstSteps(ForwardWrapper):
             yield Difference(what, "optimizer=optimizer", options={"optimizer": self._optimizer})
         larger = next((call for call in calls if call.exceeds(self._shapes or ())), None)
         if larger is not None:
-            yield Difference(
-                f"a larger batch came, {list(map(tuple, larger.shapes))}", otherwise="with the largest batch"
-            )
+            shapes = ", ".join(str(list(shape)) for shape in larger.shapes)
+            yield Difference(f"a larger batch came ({shapes})", otherwise="with the largest batch")
         yield from self._of_layers(calls)
         if any(call.outlives for call in calls):
             what = "a backward retains its graph into the next step"
@@ -325,7 +325,7 @@ class FirstSteps(ForwardWrapper):
         promise = self._handle.plan.predicted_peak_bytes
         allocator.read(self._peaks)
         peak = self._peaks.get(device.index or 0, allocator.Peak()).allocated
-        if device.type == "cuda" and promise is not None and peak > (1 + TOLERANCE) * promise:
+        if device.type in COUNTING and promise is not None and peak > (1 + TOLERANCE) * promise:
             more = errors.size(peak - promise)
             what = f"the allocator's peak was {errors.size(peak)}, {more} more than promised"
             yield Difference(what, f"budget={promise - (peak - promise)}", options=None)
