@@ -391,12 +391,11 @@ def test_layerdrop_is_planned_again() -> None:
     batch = {"input_features": torch.randn(2, 8, 32), "labels": torch.randint(4, 64, (2, 8))}
     adam = torch.optim.AdamW(model.parameters())
     torch.manual_seed(LEAVES_OUT)
-    handle = auto(model, batch, budget=0.3, optimizer=adam, device="h100")
+    handle = auto(model, batch, budget=0.3, optimizer=adam, device="h100", hold_output=False)
     assert len(handle.plan.modules) < 4
 
     def train_step() -> None:
-        out = model(**batch)
-        out.loss.backward()
+        model(**batch).loss.backward()
         adam.step()
         adam.zero_grad()
 
@@ -404,6 +403,7 @@ def test_layerdrop_is_planned_again() -> None:
         train_step()
     assert len(handle.history) == 2
     model.model.encoder.layerdrop = model.model.decoder.layerdrop = 0.0
+    train_step()  # the optimizer makes its state for layers that have not run yet
     with measure(model, adam).track(*batch.values()) as memory:
         train_step()
     assert memory.peak_bytes == pytest.approx(handle.plan.predicted_peak_bytes, rel=0.005)

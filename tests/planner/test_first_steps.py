@@ -18,7 +18,7 @@ from torch.optim import optimizer as optimizers
 from support.models import Made
 from torch_recompute import Plan, apply, auto, measure
 from torch_recompute.memory import allocator
-from torch_recompute.plan.apply import Applied
+from torch_recompute.plan import first_steps
 from torch_recompute.plan.first_steps import FirstSteps
 
 pytest.importorskip("numpy", reason="numpy is not installed (planning needs it)")
@@ -189,9 +189,9 @@ def test_nothing_is_exchanged_while_a_graph_is_alive(monkeypatch: pytest.MonkeyP
     """Where two forwards come before one backward, the plan is exchanged before the first of them."""
     training = Training("an optimizer")
     alive: list[bool] = []
-    exchange = Applied.exchange
+    exchange = first_steps.exchange
     held: list[torch.Tensor] = []
-    monkeypatch.setattr(Applied, "exchange", lambda self, make: alive.append(bool(held)) or exchange(self, make))
+    monkeypatch.setattr(first_steps, "exchange", lambda of, make: alive.append(bool(held)) or exchange(of, make))
     for _ in range(4):
         held += [training.model(training.x), training.model(training.x)]
         sum(held).backward()

@@ -82,28 +82,6 @@ class Applied:
             planned_models.pop(self.model, None)
         self._placed = []
 
-    def exchange(self, make: Callable[[], Plan]) -> Plan:
-        """Puts another plan in the place of this one, which is gone while that is made, and comes back if it fails.
-
-        Args:
-            make: Makes it.
-        """
-        for stack in self._open:
-            stack.close()
-        self._take_out()
-        history, plan = self.history[:-1], self.plan
-        try:
-            plan = make()
-            history = self.history
-        finally:
-            made = apply(self.model, plan)
-            self.history = history
-            self._has(plan, made._placed, made.first)
-            self._figures = None
-            for stack in self._open:
-                self._figures = stack.enter_context(watching(self._watched))
-        return plan
-
     def watch(self) -> AbstractContextManager[Applied]:
         """Takes the figures of the steps inside, for `report`.
 
@@ -196,6 +174,29 @@ def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = 
         one.put()
     planned_models[model] = plan
     return Applied(model, plan, placed, placement.first)
+
+
+def exchange(handle: Applied, make: Callable[[], Plan]) -> None:
+    """Puts another plan in the place of that of a handle, which is gone while it is made, and comes back if it fails.
+
+    Args:
+        handle: The handle; what watches it goes on with the new regions.
+        make: Makes the plan.
+    """
+    for stack in handle._open:
+        stack.close()
+    handle._take_out()
+    history, plan = handle.history[:-1], handle.plan
+    try:
+        plan = make()
+        history = handle.history
+    finally:
+        made = apply(handle.model, plan)
+        handle.history = history
+        handle._has(plan, made._placed, made.first)
+        handle._figures = None
+        for stack in handle._open:
+            handle._figures = stack.enter_context(watching(handle._watched))
 
 
 def _check_modules(model: nn.Module, modules: Mapping[str, nn.Module], plan: Plan) -> None:

@@ -36,7 +36,7 @@ from ..memory import allocator
 from ..memory.batch import ExampleCall
 from ..memory.loop import COMMON
 from ..memory.saved import generators
-from .apply import Applied
+from .apply import Applied, exchange
 from .choice import joined
 from .plan import Plan
 from .wrappers import ForwardWrapper
@@ -49,7 +49,7 @@ ALONE = "another plan would not change it"
 
 
 @dataclass(frozen=True)
-class Difference:
+class Deviation:
     """Something of a training that is not as in the planned step.
 
     Attributes:
@@ -281,34 +281,34 @@ class FirstSteps(ForwardWrapper):
         if self._steps >= STEPS and not self.out:
             self.take_out()
 
-    def _differences(self, calls: Sequence[_Call], following: _Call) -> Iterator[Difference]:
+    def _differences(self, calls: Sequence[_Call], following: _Call) -> Iterator[Deviation]:
         """What of a step is not as planned."""
         prediction = self._handle.plan.prediction
         loop = (prediction and prediction.loop) or COMMON
         first, many = calls[0], len(calls)
         if not loop.keeps_gradients and any(call.gradients for call in calls[1:]):
             what = f"{many} backwards come before a step of the optimizer"
-            yield Difference(what, f"accumulate={many}", options={"accumulate": many})
+            yield Deviation(what, f"accumulate={many}", options={"accumulate": many})
         elif not loop.keeps_gradients and following.gradients and self._optimizer is not None:
             what = "gradients are alive when forward begins"
-            yield Difference(what, "set_to_none=False", options={"set_to_none": False})
+            yield Deviation(what, "set_to_none=False", options={"set_to_none": False})
         if first.autocast != loop.autocast:
             inside = f"under torch.autocast ({first.autocast})" if first.autocast else "outside torch.autocast"
-            yield Difference(f"the model runs {inside}", otherwise=inside)
+            yield Deviation(f"the model runs {inside}", otherwise=inside)
         if self._planning.optimizer is None and self._optimizer is not None:
             what = f"{type(self._optimizer).__name__} steps, which was not named"
-            yield Difference(what, "optimizer=optimizer", options={"optimizer": self._optimizer})
+            yield Deviation(what, "optimizer=optimizer", options={"optimizer": self._optimizer})
         larger = next((call for call in calls if call.exceeds(self._shapes or ())), None)
         if larger is not None:
             shapes = ", ".join(str(list(shape)) for shape in larger.shapes)
-            yield Difference(f"a larger batch came ({shapes})", otherwise="with the largest batch")
+            yield Deviation(f"a larger batch came ({shapes})", otherwise="with the largest batch")
         yield from self._of_layers(calls)
         if any(call.outlives for call in calls):
             what = "a backward retains its graph into the next step"
-            yield Difference(what, otherwise="and backward() without retain_graph=True in the last use", options=None)
+            yield Deviation(what, otherwise="and backward() without retain_graph=True in the last use", options=None)
         yield from self._of_peak()
 
-    def _of_layers(self, calls: Sequence[_Call]) -> Iterator[Difference]:
+    def _of_layers(self, calls: Sequence[_Call]) -> Iterator[Deviation]:
         """Layers that ran, or ran more often, than in the planned step."""
         fullest = max(calls, key=lambda call: call.layers.total())
         often = self._planned if self._often_known else fullest.layers & self._planned | self._planned
@@ -317,9 +317,9 @@ class FirstSteps(ForwardWrapper):
             rest = f" and {counted(len(more) - 1, 'more layer')}" if len(more) > 1 else ""
             what = f"{more[0]}{rest} ran more often than in the planned step"
             write = "with the probability of leaving layers out at 0 (LayerDrop)"
-            yield Difference(what, otherwise=write, options={"draws": fullest.draws})
+            yield Deviation(what, otherwise=write, options={"draws": fullest.draws})
 
-    def _of_peak(self) -> Iterator[Difference]:
+    def _of_peak(self) -> Iterator[Deviation]:
         """The allocator's peak, where it counts one (CUDA)."""
         device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
         promise = self._handle.plan.predicted_peak_bytes
@@ -328,9 +328,9 @@ class FirstSteps(ForwardWrapper):
         if device.type in COUNTING and promise is not None and peak > (1 + TOLERANCE) * promise:
             more = errors.size(peak - promise)
             what = f"the allocator's peak was {errors.size(peak)}, {more} more than promised"
-            yield Difference(what, f"budget={promise - (peak - promise)}", options=None)
+            yield Deviation(what, f"budget={promise - (peak - promise)}", options=None)
 
-    def _say(self, found: Sequence[Difference], why: str) -> None:
+    def _say(self, found: Sequence[Deviation], why: str) -> None:
         """Says what differs and what to write, and stops looking."""
         self.take_out()
         if found:
@@ -344,7 +344,7 @@ class FirstSteps(ForwardWrapper):
                 stacklevel=2,
             )
 
-    def _plan_again(self, found: Sequence[Difference], call: _Call, given: ExampleCall) -> None:
+    def _plan_again(self, found: Sequence[Deviation], call: _Call, given: ExampleCall) -> None:
         """Makes the plan again for the largest call so far, and exchanges it; says so."""
         began = time.perf_counter()
         options = {name: value for one in found for name, value in (one.options or {}).items()}
@@ -355,7 +355,7 @@ class FirstSteps(ForwardWrapper):
         here.update({} if self._before is None else {"forward": self._before})
         failed = ""
         try:
-            self._handle.exchange(lambda: self._planning(example, **options))
+            exchange(self._handle, lambda: self._planning(example, **options))
             self._shapes = largest.shapes
         except Exception as error:  # whatever it is, the training goes on with the plan that it has
             if self._shapes is None:
