@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, overload
 
@@ -17,22 +18,26 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from . import errors
+from . import _torch, errors
 from ._text import at_work
 from .devices import Roofline
-from .memory.batch import Batch, call_of
+from .memory.batch import Batch, ExampleCall, call_of
 from .memory.free import free_bytes
 from .memory.loop import COMMON, Loop
+from .memory.saved import generators_as_before
 from .plan.apply import Applied, apply
-from .plan.budget import read_budget
+from .plan.budget import Budget, read_budget
+from .plan.first_steps import FirstSteps
+from .plan.libraries import all_layers
 from .plan.plan import Plan
 from .plan.stages import StagePlans, Stages
-from .planner.known import PlanFile, made_for
+from .planner.known import PlanFile, forget, made_for
 from .planner.pipeline import plan_stages
 from .planner.planner import Planner
 from .planner.profile import Profile
 from .planner.schedules import Schedule
 from .planner.sizes import plan_sizes
+from .state import Ambient
 from .training_step import Loss, MakeOptimizer, TrainingStep, optimizer_of
 
 
@@ -93,6 +98,7 @@ def auto(
     hold_output: bool = True,
     accumulate: int = 1,
     set_to_none: bool = True,
+    replan: bool = True,
 ) -> Applied:
     """Plans for a budget, applies the plan, prints one sentence, and returns the handle.
 
@@ -104,6 +110,11 @@ def auto(
     It is `apply(model, make_plan(model, batch, ...))`, before a trainer, `torch.compile` or a wrapper for several
     devices takes the model. In a process group every rank has to call it: each plans for itself, and those whose models
     have the same parameters then use one plan, that with the lowest peak. The first rank prints.
+
+    The first three steps are then compared with the planned one: gradients that are alive when a forward begins,
+    autocast, larger batches, layers that the planned step left out (LayerDrop), an optimizer that was not named, a
+    graph that is retained, and on CUDA the allocator's peak. Where one of these makes the peak another, the plan is
+    made again before the next step, or it is said once what to write. Then nothing of this is left in the model.
 
     Args:
         model: The model, without a plan in it.
@@ -120,38 +131,104 @@ def auto(
         hold_output: Whether the loop holds the model's output through backward.
         accumulate: How many forwards and backwards come before the optimizer's step.
         set_to_none: Whether gradients are gone when forward begins.
+        replan: Whether to plan again by itself where the first steps are not the planned one; else it is said only.
+            Weights, gradients, optimizer and generators stay as they are; in a process group all ranks do it together.
 
     Returns:
-        The handle of `apply`; its `plan` is the plan.
+        The handle of `apply`; its `plan` is the plan that is in the model now, `history` all of them.
 
     Raises:
         BudgetError: No plan fits.
         ArgumentError: See `make_plan` and `apply`; or the file holds something else; or another rank found no plan.
     """
-    step = TrainingStep.of(
-        "auto", model, batch, kwargs, loss, optimizer, device, Loop(hold_output, accumulate, set_to_none)
-    )
-    asked = read_budget(budget)
+    loop, asked = Loop(hold_output, accumulate, set_to_none), read_budget(budget)
+    step = TrainingStep.of("auto", model, batch, kwargs, loss, optimizer, device, loop)
     apply(model, Plan()).remove()  # refuses what could not be applied afterwards
+    planning = _Planning(model, asked, step.loss, step.optimizer, device, offload, loop)
     file = None if cache is None else PlanFile(Path(cache), made_for(step, budget, offload))
     plan = None if file is None else _still_fits(file, step, budget)
-    in_ranks = dist.is_available() and dist.is_initialized()
-    try:
-        with at_work(f"planning {type(model).__name__}"):
-            found = plan or Planner(step, offload=offload).plan(asked)
-    except Exception as error:  # whatever it is: the other ranks wait for this one
-        if in_ranks:
-            _one_plan(model, str(error) if isinstance(error, errors.RecomputeError) else repr(error))
-        raise
-    if in_ranks:
-        found = _one_plan(model, found)
-    first = not in_ranks or dist.get_rank() == 0
-    if file is not None and found is not plan and first:
+    found = planning.found(step, plan)
+    if file is not None and found is not plan and planning.speaks:
         file.write(found)
     handle = apply(model, found)
-    if first:
+    if planning.speaks:
         sys.stdout.write("; ".join(filter(None, [found.summary, file and file.said])) + "\n")
+    shapes = [x.shape for x in _torch.tree_leaves(step.call) if isinstance(x, torch.Tensor)]
+    handle.looking = FirstSteps(handle, planning, shapes, replan=replan)
+    handle.looking.put()
     return handle
+
+
+def plan_first_call(model: nn.Module, budget: int | float | str, *, loss: Loss, optimizer: Any, loop: Loop) -> Applied:
+    """Returns a handle whose plan is made when the model is first called in training, for that call.
+
+    For trainers, which have the batch, the optimizer and autocast later than the model; see `auto`.
+    """
+    handle = apply(model, Plan())
+    handle.history = ()
+    planning = _Planning(model, read_budget(budget), loss, optimizer_of("auto", optimizer, model), loop=loop)
+    handle.looking = FirstSteps(handle, planning, None)
+    handle.looking.put()
+    return handle
+
+
+@dataclass
+class _Planning:
+    """The arguments of `auto`, to plan again with the differences that the first steps have shown."""
+
+    model: nn.Module
+    budget: Budget
+    loss: Loss
+    optimizer: Any
+    device: torch.device | str | None = None
+    offload: bool | int | str = False
+    loop: Loop = COMMON
+
+    def __call__(self, call: ExampleCall, *, draws: Sequence[tuple[Ambient, Any]] = (), **options: Any) -> Plan:
+        """The plan for a call.
+
+        Args:
+            call: Its arguments.
+            draws: Generators, with the states from which its forward calls the most layers.
+            options: What else differs, in the words of `auto`.
+        """
+        self.optimizer = options.pop("optimizer", self.optimizer)
+        self.loop = replace(self.loop, **options)
+        if not draws:
+            return self.found(TrainingStep(self.model, *call, self.loss, self.optimizer, self.device, self.loop))
+        forget()
+        with generators_as_before(), all_layers(self.model):
+            for ambient, state in draws:
+                ambient.restore(state)
+            return self(call)
+
+    def found(self, step: TrainingStep, plan: Plan | None = None) -> Plan:
+        """The plan of a step, or one that is known, as all ranks use it."""
+        try:
+            with at_work(f"planning {type(step.model).__name__}"):
+                found = plan or Planner(step, offload=self.offload).plan(self.budget)
+        except Exception as error:  # whatever it is: the other ranks wait for this one
+            if _in_ranks():
+                _one_plan(step.model, str(error) if isinstance(error, errors.RecomputeError) else repr(error))
+            raise
+        return _one_plan(step.model, found) if _in_ranks() else found
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank prints."""
+        return not _in_ranks() or dist.get_rank() == 0
+
+    def together(self, mine: Sequence[str]) -> set[str]:
+        """The words of all ranks."""
+        held: list[Any] = [mine]
+        if _in_ranks():
+            held = [None] * dist.get_world_size()
+            dist.all_gather_object(held, list(mine))
+        return {word for words in held for word in words}
+
+
+def _in_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def _still_fits(file: PlanFile, step: TrainingStep, budget: int | float | str) -> Plan | None:

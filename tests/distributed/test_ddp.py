@@ -506,6 +506,30 @@ def test_auto_gives_ranks_one_plan(ranks, budgets, tmp_path):
     assert (first, second) == ((alone, other) if budgets == "stages" else (other, other))
 
 
+def planned_again(folder):
+    """The plans of a rank whose optimizer was not named, of which only the last rank gets a larger batch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Residual(WIDTH) for _ in range(4)))
+    x, larger = torch.randn(64, WIDTH), torch.randn(96, WIDTH)
+    handle = auto(model, x, loss=lambda out: out.square().mean(), device="h100", budget=0.5, optimizer="sgd")
+    ddp = DDP(model)
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(4):
+        ddp(larger if dist.get_rank() else x).square().mean().backward()
+        sgd.step()
+        sgd.zero_grad()
+    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    return [plan.digest() for plan in handle.history], weights.double().sum().item(), handle.looking.out
+
+
+def test_ranks_plan_again_together(ranks, tmp_path):
+    """Where the step of one rank is not the planned one, all ranks plan again before the same step, and agree."""
+    first, second = ranks.run(planned_again, tmp_path)
+    assert first == second
+    assert len(first[0]) == 2
+    assert first[2]
+
+
 @pytest.mark.parametrize(("budget", "words"), [("1KiB", "1KiB"), ("raises", "no labels here")])
 def test_auto_fails_on_all_ranks_or_none(ranks, tmp_path, budget, words):
     """Where one rank finds no plan, or the model's code raises there, every rank says so, with its words."""

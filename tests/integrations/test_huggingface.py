@@ -340,6 +340,79 @@ def test_one_line_before_the_trainer(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert callback.figures["recompute_saved_bytes"] > 0
 
 
+def test_the_callback_plans_in_the_trainer(tmp_path: Path) -> None:
+    """`RecomputeCallback(budget=...)` under bf16 and accumulation: one plan, plain weights, and the promised peak."""
+    from transformers import TrainerCallback
+
+    peaks: list[int] = []
+    settings: dict[str, Any] = {"bf16": True, "gradient_accumulation_steps": 2, "max_steps": 4}
+
+    class Measures(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            if state.global_step == 3:
+                self.running = measure(model, kwargs["optimizer"].optimizer)
+                self.memory = self.running.__enter__()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 4:
+                self.running.__exit__(None, None, None)
+                peaks.append(self.memory.peak_bytes)
+
+    expected, _ = train(build("llama")[0], tmp_path, **settings)
+    model, _ = build("llama")
+    callback = RecomputeCallback(budget=0.2, peak=False)
+    weights, _ = train(model, tmp_path, [callback, Measures()], **settings)
+    assert_same(weights, expected)
+    assert callback.handle is not None
+    (plan,) = callback.handle.history
+    assert plan is callback.handle.plan
+    assert plan.choices
+    assert plan.loop.accumulate == 2
+    batch = 2 * 2 * 8 * 8  # bytes of ids and labels
+    assert peaks[0] + batch == pytest.approx(plan.predicted_peak_bytes, rel=0.005)
+
+
+LEAVES_OUT = 4  # a seed with which the planned step runs less than four of six layers
+
+
+def test_layerdrop_is_planned_again() -> None:
+    """Whisper with LayerDrop: after the first steps the promise is that of the step in which all layers run."""
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    torch.manual_seed(0)
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 64, "encoder_ffn_dim": 64}
+    drop = {"encoder_layers": 4, "decoder_layers": 2, "encoder_layerdrop": 0.5, "decoder_layerdrop": 0.5}
+    sizes = {"vocab_size": 64, "d_model": 16, "max_source_positions": 16, "num_mel_bins": 8, **heads, **drop}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3}
+    model = WhisperForConditionalGeneration(WhisperConfig(**sizes, **ids)).train()
+    batch = {"input_features": torch.randn(2, 8, 32), "labels": torch.randint(4, 64, (2, 8))}
+    adam = torch.optim.AdamW(model.parameters())
+    torch.manual_seed(LEAVES_OUT)
+    handle = auto(model, batch, budget=0.3, optimizer=adam, device="h100", hold_output=False)
+    assert len(handle.plan.modules) < 4
+
+    def train_step() -> None:
+        model(**batch).loss.backward()
+        adam.step()
+        adam.zero_grad()
+
+    for _ in range(3):
+        train_step()
+    assert len(handle.history) == 2
+    model.model.encoder.layerdrop = model.model.decoder.layerdrop = 0.0
+    train_step()  # the optimizer makes its state for layers that have not run yet
+    with measure(model, adam).track(*batch.values()) as memory:
+        train_step()
+    assert memory.peak_bytes == pytest.approx(handle.plan.predicted_peak_bytes, rel=0.005)
+
+
+@pytest.mark.parametrize(("policy", "budget"), [("full", 0.5), (None, "much")])
+def test_a_callback_takes_a_policy_or_a_budget(policy: Any, budget: Any) -> None:
+    """Both at once, and a budget that is none, are refused where they are written."""
+    with pytest.raises(ArgumentError, match="budget"):
+        RecomputeCallback(policy, budget=budget)
+
+
 def test_the_callback_applies_reports_and_removes(tmp_path: Path) -> None:
     """A callback with a string applies it, adds its figures to the log, and takes the plan out when asked to."""
     expected, _ = train(build("llama")[0], tmp_path)

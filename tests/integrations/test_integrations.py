@@ -138,7 +138,7 @@ def accelerate(ours: bool, folder: Path) -> Opened:
     return model, steps(model, lambda: prepared(input_ids=tokens, labels=tokens).loss, accelerator.backward)
 
 
-def lightning(ours: bool, folder: Path, strategy: str = "auto", planned: bool = False) -> Opened:
+def lightning(ours: bool, folder: Path, strategy: str = "auto", planned: bool | str = False) -> Opened:
     package = needs("lightning")
 
     class Module(package.LightningModule):
@@ -153,12 +153,15 @@ def lightning(ours: bool, folder: Path, strategy: str = "auto", planned: bool = 
             return torch.optim.SGD(self.parameters(), 0.1)
 
     module = Module()
-    if ours and planned:
+    callbacks = [door_of_lightning.Recompute("full")] if ours and not planned else []
+    if ours and planned == "inside":
+        callbacks = [door_of_lightning.Recompute(budget=0.01, loss=lambda out: out.square().mean())]
+    elif ours and planned:
         call: dict[str, Any] = {"budget": 0.01, "loss": lambda out: out.square().mean(), "device": "h100"}
         auto(module.model, ids()[:2], hold_output=False, set_to_none=False, **call)
     fitting = package.Trainer(
         max_steps=2, accelerator="cpu", devices=1, strategy=strategy, logger=False, enable_checkpointing=False,
-        callbacks=[door_of_lightning.Recompute("full")] if ours and not planned else [], enable_progress_bar=False,
+        callbacks=callbacks, enable_progress_bar=False,
         enable_model_summary=False, default_root_dir=folder,
     )  # fmt: skip
     batches = torch.utils.data.DataLoader(ids(), batch_size=2)
@@ -253,6 +256,14 @@ def trained(door: Door, ours: Any, folder: Path) -> tuple[dict[str, torch.Tensor
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def test_lightning_plans_for_a_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`Recompute(budget=...)` plans inside Lightning's Trainer, and the weights are those of training without it."""
+    inside = functools.partial(lightning, planned="inside")
+    (expected, _), (weights, _) = (trained(door, True, tmp_path) for door in (functools.partial(lightning), inside))
+    assert_same(weights, expected)
+    assert "layers recomputed; planned in " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", DOORS)

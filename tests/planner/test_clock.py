@@ -19,7 +19,7 @@ from support.zoo import mean_loss
 from torch_recompute import Choice, Plan, Profile, make_plan, measure, profile, saved_activations, simulate
 from torch_recompute.observer import Running, running
 from torch_recompute.planner import planner
-from torch_recompute.planner.clock import Clocked, Replays, Scale, clock, obstacle
+from torch_recompute.planner.clock import Clocked, Replays, Scale, clock, obstacle, spread_of
 from torch_recompute.planner.cost import Costs, Graph, Kind, Node, Option, Segment, Solution
 from torch_recompute.planner.planner import Planner
 from torch_recompute.planner.prices import Measured
@@ -297,3 +297,13 @@ def test_an_accelerator_is_waited_for(kind: str, monkeypatch: pytest.MonkeyPatch
     with Replays(torch.device(kind)).around(Running("rebuild", "region", None)):
         pass
     assert waited == [kind] * 8
+
+
+def test_seconds_of_a_busy_machine_are_said_to_be_so() -> None:
+    """Repeats of a step that differ by over 15 % are in the plan's text; one slow repeat among others is not."""
+    assert spread_of([1.0, 1.3, 1.2, 1.4]) == pytest.approx(0.25)
+    assert spread_of([1.0, 1.01, 1.02, 3.0, 1.0]) < 0.02
+    for spread in (0.14, 0.4):
+        scale = Scale.of(Clocked(3.0, 6.0, 1.5, 0.0, spread).times(2), None, 0.5, 0.5)
+        busy = "on a busy machine: its repeats differed by 40%" in str(scale)
+        assert busy == (spread > 0.15)

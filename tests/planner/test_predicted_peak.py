@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from support.models import Made
 from support.zoo import build, scalar_loss
-from torch_recompute import ArgumentError, Plan, Profile, apply, make_plan, simulate, solve
+from torch_recompute import ArgumentError, Choice, Plan, Profile, apply, make_plan, measure, simulate, solve
 from torch_recompute import profile as profile_of
 from torch_recompute.integrations import huggingface, lightning
 from torch_recompute.integrations.policies import check_loop
@@ -204,6 +205,28 @@ def test_a_plan_says_what_it_counts() -> None:
     assert plan.prediction is not None
     assert solved.prediction.loop == plan.prediction.loop
     assert Plan.from_json(Plan().to_json()).loop == Loop()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_casts_of_weights_count_in_each_accumulated_forward(accumulate: int) -> None:
+    """Under autocast the casts of weights that a replay made are gone when the next forward begins, as in a loop."""
+    model, batch, _ = logits()
+    adam = torch.optim.AdamW(model.parameters())
+    autocast = partial(torch.autocast, "cpu", torch.bfloat16)
+    plan = Plan(tuple(Choice((f"layers.{number}",)) for number in range(3)))
+    with autocast():
+        said = simulate(model, (), batch, loss=entropy, plan=plan, optimizer=adam, accumulate=accumulate)
+    apply(model, plan)
+    for _ in range(2):
+        with measure(model, adam).track(batch["x"], LABELS) as memory:
+            for _ in range(accumulate):
+                with autocast():
+                    out = model(**batch)
+                    value = entropy(out)
+                value.backward()
+            adam.step()
+            adam.zero_grad()
+    assert memory.peak_bytes == said.peak_bytes
 
 
 def test_seconds_are_those_of_all_that_is_accumulated() -> None:

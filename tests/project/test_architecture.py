@@ -77,7 +77,8 @@ MOST_CODE_OF_CORE = 3_771
 
 # The files of `plan` that look at a model. The others plan on plain data, without torch.
 PLAN_FILES_WITH_TORCH = {
-    *("units", "apply", "calls", "traced", "observe", "wrappers", "libraries", "sizes", "exhausted", "config")
+    *("units", "apply", "calls", "traced", "observe", "wrappers", "libraries", "sizes", "exhausted", "config"),
+    "first_steps",
 }
 
 # The files of `planner` that plan on plain data, without torch, as a profile that was read from a file is.

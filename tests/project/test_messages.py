@@ -95,7 +95,7 @@ from torch_recompute.distributed import (
 )
 from torch_recompute.distributed.agreement import compare
 from torch_recompute.engine import mismatch
-from torch_recompute.integrations import huggingface, policies
+from torch_recompute.integrations import huggingface, lightning, policies
 from torch_recompute.memory.free import free_bytes
 from torch_recompute.plan.budget import read_budget
 from torch_recompute.plan.plan import Prediction
@@ -1145,6 +1145,8 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     turns_other_checkpointing_on_inside,
     lambda: policies.apply(model := Switched(), ONE_LAYER) and model(vector(), cache=StaticCache()),
     lambda: huggingface.RecomputeCallback("full", every=2),
+    lambda: huggingface.RecomputeCallback("full", budget="24GiB"),
+    lambda: lightning.Recompute(),
     lambda: huggingface.RecomputeCallback().on_train_begin(None, None, None, Switched()),
     # budgets of memory
     lambda: read_budget("plenty"),

@@ -3,6 +3,7 @@
     handle = apply(model, "full")                                   # before the Trainer
     Trainer(model, args, callbacks=[RecomputeCallback(handle)])     # its figures in the log
     Trainer(model, args, callbacks=[RecomputeCallback("full")])     # or: the callback applies
+    Trainer(model, args, callbacks=[RecomputeCallback(budget="24GiB")])    # or: plans, when the first batch is there
     make_plan(..., **training_loop(args))                           # a plan for the loop of the Trainer
 
 Applied before the Trainer, the plan also makes the model say that it is checkpointing, so the Trainer sets up DDP for
@@ -21,7 +22,8 @@ from torch import nn
 
 from .. import errors, memory
 from ..memory.loop import Loop
-from .policies import Applied, Policy, StepFigures, apply, check_loop, plan_of
+from ..planning import plan_first_call
+from .policies import Applied, Policy, StepFigures, apply, check_loop, one_of, plan_of
 
 if TYPE_CHECKING:
     from transformers.trainer_callback import TrainerCallback
@@ -53,18 +55,22 @@ class RecomputeCallback(TrainerCallback):
     Args:
         policy: A policy as for `apply`; or a handle that it returned, to report on; None for the policy in the training
             arguments, `activation_checkpointing_kwargs`.
+        budget: Instead of a policy, the most bytes that a step may take, as for `auto`: the plan is then made in the
+            Trainer, for its first batch, its optimizer, its accumulation and its autocast, and compared with the first
+            steps, as `auto` does.
         remove: Whether to take the plan out when training ends.
         peak: Whether to measure a step on the CPU, which makes that step slow.
         every: The number of steps from one watching of two to the next; None for the first two only.
 
     Raises:
-        ArgumentError: `every` is not a number of at least 3.
+        ArgumentError: `every` is not a number of at least 3; or there are a policy and a budget.
     """
 
     def __init__(
         self,
         policy: Policy | Applied | None = None,
         *,
+        budget: int | float | str | None = None,
         remove: bool = False,
         peak: bool = True,
         every: int | None = None,
@@ -72,6 +78,7 @@ class RecomputeCallback(TrainerCallback):
         self.handle: Applied | None = policy if isinstance(policy, Applied) else None
         self.figures: dict[str, float] = {}
         self._policy = None if isinstance(policy, Applied) else policy
+        self._budget = one_of("RecomputeCallback", policy, budget)
         self._remove = remove
         self._peak = peak
         self._measured: memory.Measurement | None = None
@@ -83,6 +90,12 @@ class RecomputeCallback(TrainerCallback):
         """Applies the plan."""
         self._close()
         self._measured, self._taking, self.figures = None, StepFigures(self._every), {}
+        self._peak = self._peak and not getattr(args, "torch_compile", False)
+        if self.handle is None and self._budget is not None:
+            optimizer = getattr(kwargs.get("optimizer"), "optimizer", kwargs.get("optimizer"))  # accelerate's has it
+            loop = Loop(**training_loop(args))
+            self.handle = plan_first_call(model, self._budget, loss=None, optimizer=optimizer, loop=loop)
+            return
         if self.handle is None:
             policy = self._policy if self._policy is not None else _policy_of(args)
             if policy is None:
@@ -96,7 +109,6 @@ class RecomputeCallback(TrainerCallback):
             self.handle = apply(model, policy)
         check_loop(self.handle.plan, training_loop(args))
         logger.info("%s", self.handle.plan)
-        self._peak = self._peak and not getattr(args, "torch_compile", False)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Begins to watch or to measure the step."""

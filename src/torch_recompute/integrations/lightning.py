@@ -1,6 +1,7 @@
 """Lightning: a callback that applies a plan before the strategy wraps the model.
 
     Trainer(callbacks=[Recompute("full")])
+    Trainer(callbacks=[Recompute(budget="24GiB", loss=lambda out: out.loss)])    # planned with the first batch
 
 It works with every strategy. `setup` is the hook that runs before the strategy takes the model. Layers that are made in
 `configure_model`, as for FSDP2, are not there yet at that time: call `apply(self.model, "full")` in that method, before
@@ -16,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ..memory.loop import Loop
-from .policies import Applied, Policy, StepFigures, apply, check_loop
+from ..planning import plan_first_call
+from ..training_step import Loss
+from .policies import Applied, Policy, StepFigures, apply, check_loop, one_of
 
 if TYPE_CHECKING:
 
@@ -60,26 +63,49 @@ class Recompute(Callback):
 
     Args:
         policy: A policy as for `apply`; module paths in it are those in the LightningModule.
+        budget: Instead of a policy, the most bytes that a step may take, as for `auto`: the plan is then made in the
+            Trainer, when the module is first called: the one that `training_step` calls. That is the only child with
+            parameters, if there is one, or the LightningModule itself. The optimizer, accumulation and autocast are the
+            Trainer's, and the first steps are compared with the plan, as `auto` does.
+        loss: With a budget, how the loss is computed of what that module returns; by default the loss in it.
         remove: Whether to take the plan out when fitting ends.
         every: The number of batches from one watching of two to the next; None for the first two only.
 
     Raises:
-        ArgumentError: `every` is not a number of at least 3.
+        ArgumentError: `every` is not a number of at least 3; or there are both a policy and a budget, or neither.
     """
 
-    def __init__(self, policy: Policy, *, remove: bool = False, every: int | None = None) -> None:
+    def __init__(
+        self,
+        policy: Policy | None = None,
+        *,
+        budget: int | float | str | None = None,
+        loss: Loss = None,
+        remove: bool = False,
+        every: int | None = None,
+    ) -> None:
         super().__init__()
         self.handle: Applied | None = None
         self.figures: dict[str, float] = {}
         self._taking = StepFigures(every)
         self._policy = policy
+        self._budget, self._loss = one_of("Recompute", policy, budget, must=True), loss
         self._remove = remove
 
     def setup(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
         """Applies the plan, before the strategy takes the model."""
-        if stage == "fit" and self.handle is None:
+        if stage == "fit" and self.handle is None and self._policy is not None:
             self.handle = apply(pl_module, self._policy)
             check_loop(self.handle.plan, training_loop(trainer))
+
+    def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
+        """Begins to look for the first call, with a budget."""
+        if self._budget is None or self.handle is not None:
+            return
+        children = [child for child in pl_module.children() if next(child.parameters(), None) is not None]
+        model = children[0] if len(children) == 1 else pl_module
+        loop, optimizer = Loop(**training_loop(trainer)), trainer.optimizers[0] if trainer.optimizers else None
+        self.handle = plan_first_call(model, self._budget, loss=self._loss, optimizer=optimizer, loop=loop)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Begins to watch the batch."""

@@ -26,11 +26,12 @@ from .. import errors, plan
 from ..memory.loop import Loop
 from ..plan import Applied, Plan
 from ..plan.apply import not_applicable
+from ..plan.budget import read_budget
 from ..plan.config import RecomputeConfig
 from ..plan.observe import Stamp, between, stamp
 from ..stores import Store
 
-__all__ = ["Applied", "Policy", "StepFigures", "apply", "check_loop", "plan_of"]
+__all__ = ["Applied", "Policy", "StepFigures", "apply", "check_loop", "one_of", "plan_of"]
 
 WATCHED = 2  # steps at a time: bytes, FLOPs and decisions are those of the first, seconds those of the second
 
@@ -107,6 +108,32 @@ def apply(model: nn.Module, policy: Policy, *, stores: Mapping[str, Store] | Non
     if not isinstance(model, nn.Module):
         raise errors.ArgumentError(not_applicable(model, policy))
     return plan.apply(model, plan_of(policy, model), stores=stores)
+
+
+Budget = int | float | str
+
+
+def one_of(what: str, policy: object, budget: Budget | None, *, must: bool = False) -> Budget | None:
+    """Returns the budget of a callback, which takes a policy or a budget.
+
+    Args:
+        what: The callback.
+        policy: Its policy, or None.
+        budget: Its budget, or None.
+        must: Whether there has to be one of them.
+
+    Raises:
+        ArgumentError: There are both, or neither, or the budget is none.
+    """
+    if (budget is None) == (policy is None) and (must or budget is not None):
+        raise errors.ArgumentError(
+            f"{what} takes a policy, which says what to recompute, or a budget, for which it plans; but got "
+            f"{'neither' if budget is None else f'{errors.say(policy)} and budget={budget!r}'}.\n"
+            f'  Write {what}("full"), or {what}(budget="24GiB").'
+        )
+    if budget is not None:
+        read_budget(budget)
+    return budget
 
 
 class StepFigures:

@@ -36,7 +36,7 @@ from .._text import counted, grouped, shown, starred, starred_path, table
 from .._torch.storages import set_versions, versions_of
 from ..engine.arguments import Call
 from ..engine.captures import Captures, undo
-from ..state import DEFAULT, NumpyRng, PythonRng
+from ..state import DEFAULT, Ambient, NumpyRng, PythonRng
 from .batch import Batch, call_of
 from .ledger import storages
 from .operations import Allocation, Allocations
@@ -146,11 +146,16 @@ def _state_as_before(reach: Captures, values: list[Any]) -> Generator[None]:
             reached.restore()
 
 
+def generators() -> list[tuple[Ambient, Any]]:
+    """PyTorch's default generators, that of `random`, and NumPy's where it has been imported, with their states."""
+    numpy = (NumpyRng(),) if "numpy.random" in sys.modules else ()
+    return [(ambient, ambient.capture()) for ambient in (*DEFAULT, PythonRng(), *numpy)]
+
+
 @contextmanager
 def generators_as_before() -> Generator[None]:
-    """Puts back PyTorch's default generators, that of `random`, and NumPy's where it has been imported."""
-    numpy = (NumpyRng(),) if "numpy.random" in sys.modules else ()
-    states = [(ambient, ambient.capture()) for ambient in (*DEFAULT, PythonRng(), *numpy)]
+    """Puts these back."""
+    states = generators()
     try:
         yield
     finally:

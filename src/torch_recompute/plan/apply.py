@@ -12,8 +12,8 @@ sets of choices asks for; each wrapper is the plain call unless the present call
 from __future__ import annotations
 
 import difflib
-from collections.abc import Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from torch import nn
 
@@ -47,23 +47,61 @@ class Applied:
 
     Attributes:
         model: The model.
-        plan: The plan.
+        plan: The plan that is there now.
+        history: All the plans that were there, the first one first; `auto` may plan again (`first_steps.py`).
+        first: Looks at the first calls of the regions.
+        looking: What looks at the first steps; None without.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, placed: list[ForwardWrapper | CheckpointingSwitch]) -> None:
+    def __init__(
+        self, model: nn.Module, plan: Plan, placed: list[ForwardWrapper | CheckpointingSwitch], first: FirstCalls
+    ) -> None:
         self.model = model
-        self.plan = plan
-        self._placed = placed
-        self._watched = [one for one in placed if isinstance(one, (Region, Offloaded))]
+        self.looking: ForwardWrapper | None = None
+        self.history: tuple[Plan, ...] = ()
         self._figures: list[Figures] | None = None
+        self._open: list[ExitStack] = []  # one for each watching
+        self._has(plan, placed, first)
+
+    def _has(self, plan: Plan, placed: list[ForwardWrapper | CheckpointingSwitch], first: FirstCalls) -> None:
+        self.plan, self.first, self._placed = plan, first, placed
+        self.history = (*self.history, plan)
+        self._watched = [one for one in placed if isinstance(one, (Region, Offloaded))]
 
     def remove(self) -> None:
         """Gives everything back that the model had; does nothing the second time."""
+        if self.looking is not None:
+            self.looking.take_out()
+            self.looking = None
+        self._take_out()
+
+    def _take_out(self) -> None:
         for placed in reversed(self._placed):
             placed.take_out()
         if self._placed:
             planned_models.pop(self.model, None)
         self._placed = []
+
+    def _exchange(self, make: Callable[[], Plan]) -> None:
+        """Puts another plan in the place of this one, which is gone while that is made, and comes back if it fails.
+
+        Args:
+            make: Makes the plan. What watches the handle goes on with the new regions.
+        """
+        for stack in self._open:
+            stack.close()
+        self._take_out()
+        history, plan = self.history[:-1], self.plan
+        try:
+            plan = make()
+            history = self.history
+        finally:
+            made = apply(self.model, plan)
+            self.history = history
+            self._has(plan, made._placed, made.first)
+            self._figures = None
+            for stack in self._open:
+                self._figures = stack.enter_context(watching(self._watched))
 
     def watch(self) -> AbstractContextManager[Applied]:
         """Takes the figures of the steps inside, for `report`.
@@ -88,8 +126,13 @@ class Applied:
 
     @contextmanager
     def _watch(self) -> Generator[Applied]:
-        with watching(self._watched) as self._figures:
-            yield self
+        with ExitStack() as stack:
+            self._figures = stack.enter_context(watching(self._watched))
+            self._open.append(stack)
+            try:
+                yield self
+            finally:
+                self._open.remove(stack)
 
     def report(self) -> Report:
         """Reports what each region drops and its replays cost, and what is offloaded, of the steps last watched."""
@@ -151,7 +194,7 @@ def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = 
     for one in placed:
         one.put()
     planned_models[model] = plan
-    return Applied(model, plan, placed)
+    return Applied(model, plan, placed, placement.first)
 
 
 def _check_modules(model: nn.Module, modules: Mapping[str, nn.Module], plan: Plan) -> None:
@@ -180,7 +223,7 @@ class _Placement:
         self, model: nn.Module, modules: Mapping[str, nn.Module], plan: Plan, stores: Mapping[str, Store | None]
     ) -> None:
         self._model, self._modules, self._plan, self._stores = model, modules, plan, stores
-        self._sizes, self._first = Sizes(plan), FirstCalls(plan)
+        self._sizes, self.first = Sizes(plan), FirstCalls(plan)
         self._regions: list[Region] = []
         self._paths: dict[tuple[int, int, str], str] = {}
         self._others: dict[tuple[str, int, str], tuple[ForwardWrapper, list[Choice]]] = {}
@@ -198,7 +241,7 @@ class _Placement:
                 region = ChainedRegion(module, path, choice, store, chain)
             else:
                 region = (NamedCalls if Target(path).calls else Region)(module, path, choice, store)
-            region.when, region.first = self._sizes.when([choice]), self._first
+            region.when, region.first = self._sizes.when([choice]), self.first
             within = ((joined(path, keep.module) if keep.module else "", keep.calls) for keep in choice.kept)
             there = self._modules
             region.kept = [(there[at] if at else None, kind) for at, kind in within if not at or at in there]

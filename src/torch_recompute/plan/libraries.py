@@ -20,7 +20,8 @@ from __future__ import annotations
 import copy
 import inspect
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -112,6 +113,25 @@ METHODS = {
     SET: State.set,
     TIMM_SET: State.turn,
 }
+
+
+@contextmanager
+def all_layers(model: nn.Module) -> Generator[None]:
+    """Sets the probabilities with which a library's models leave layers out at random to 0 (LayerDrop)."""
+    holders = {id(one): one for m in model.modules() for one in (m, getattr(m, "config", None))}.values()
+    found = [
+        (vars(one), name, value)
+        for one in holders
+        for name, value in (vars(one) if hasattr(one, "__dict__") else {}).items()
+        if name.endswith("layerdrop") and isinstance(value, float)
+    ]
+    for here, name, _ in found:
+        here[name] = 0.0
+    try:
+        yield
+    finally:
+        for here, name, value in found:
+            here[name] = value
 
 
 def roots(model: nn.Module) -> Iterator[nn.Module]:

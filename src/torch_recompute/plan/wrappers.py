@@ -70,16 +70,19 @@ class FirstCalls:
     """Looks at the first calls of a plan's regions in training, and says each thing that it finds once.
 
     Is the autocast that of the plan, and is a fused attention run again for nothing?
+
+    Attributes:
+        autocast: The dtype of the plan's autocast; None where it is not compared.
     """
 
     def __init__(self, plan: Plan) -> None:
         loop = None if plan.prediction is None else plan.prediction.loop
-        self._autocast = None if loop is None else loop.autocast
+        self.autocast = None if loop is None else loop.autocast
         self._said: set[str] = set()
 
     def compare(self, module: nn.Module) -> None:
         """Warns if the autocast around a region's module is another one."""
-        planned, self._autocast = self._autocast, None
+        planned, self.autocast = self.autocast, None
         found = _torch.autocast_dtype(next((p.device.type for p in module.parameters()), "cpu"))
         if planned is not None and found != planned:
             inside = (f"inside torch.autocast ({x})" if x else "outside torch.autocast" for x in (planned, found))

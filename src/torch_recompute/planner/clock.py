@@ -20,6 +20,7 @@ operations stay priced one by one. Random states are put back. Nothing is run wh
 from __future__ import annotations
 
 import copy
+import statistics
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -42,6 +43,7 @@ from .prices import now, on
 
 TIMES, MOST_TIMES = 3, 20
 STEADY = 0.03  # as soon as the last TIMES steps took the same time except for this share, no more are run
+BUSY = 0.15  # repeats that differ by more are of a busy machine
 ENOUGH, LONGEST = 0.5, 30.0  # seconds: after the one no more than TIMES are run, after the other none
 
 
@@ -53,6 +55,7 @@ class Clocked:
     backward: float  # the backward, replays included
     replays: float  # the replays in it, with all that the engine does around them
     regions: float = 0.0  # what regions take besides
+    spread: float = 0.0  # see `spread_of`
 
     @property
     def step(self) -> float:
@@ -61,7 +64,9 @@ class Clocked:
 
     def times(self, count: int) -> Clocked:
         """So many of these steps."""
-        return Clocked(count * self.forward, count * self.backward, count * self.replays, count * self.regions)
+        return Clocked(
+            count * self.forward, count * self.backward, count * self.replays, count * self.regions, self.spread
+        )
 
 
 @dataclass(frozen=True)
@@ -71,20 +76,24 @@ class Scale:
     replays: float  # the factor for what is run again
     step_seconds: float  # of the step without recomputation
     ran: str  # which steps were run, in words
+    spread: float = 0.0  # see `Clocked`
 
     @staticmethod
     def of(regions: Clocked | None, plain: Clocked | None, added: float, optimizer: float) -> Scale:
         """From a step that was run with regions, a plain one, or both, and the prices of what the regions add."""
         if regions is None:
             assert plain is not None
-            return Scale(1.0, plain.step + optimizer, "without regions")
+            return Scale(1.0, plain.step + optimizer, "without regions", plain.spread)
         without = regions.step - regions.replays - regions.regions if plain is None else plain.step
         more = max(regions.step - without, regions.replays)  # times are noisy, and replays are not free
         ran = "with these regions" if plain is None else "without regions and with those of the smallest peak"
-        return Scale(more / added if added and more else 1.0, without + optimizer, ran)
+        spread = max(regions.spread, 0.0 if plain is None else plain.spread)
+        return Scale(more / added if added and more else 1.0, without + optimizer, ran, spread)
 
     def __str__(self) -> str:
-        return f"then what regions add x {self.replays:.2f}, as in a step that was run {self.ran}"
+        busy = f" on a busy machine: its repeats differed by {self.spread:.0%}, so plan again on one that is idle"
+        noise = busy if self.spread > BUSY else ""
+        return f"then what regions add x {self.replays:.2f}, as in a step that was run {self.ran}{noise}"
 
     def __call__(self, costs: Costs) -> Costs:
         """The costs in these seconds."""
@@ -149,7 +158,13 @@ def clock(
                 break
             found.append(_step(same, both, forward, device))
     forward_seconds, backward, replays, count, added = (min(times) for times in zip(*found[1:], strict=True))
-    return Clocked(forward_seconds, backward, replays, max(0.0, added) + region * count)
+    steps = [sum(seconds[:2]) for seconds in found[1:]]
+    return Clocked(forward_seconds, backward, replays, max(0.0, added) + region * count, spread_of(steps))
+
+
+def spread_of(steps: Sequence[float]) -> float:
+    """By what share the median of some repeats took longer than the fastest: one slow repeat is no busy machine."""
+    return statistics.median(steps) / min(steps) - 1
 
 
 def _copy(model: nn.Module) -> nn.Module:

@@ -93,6 +93,11 @@ def known(*things: Any) -> Known:
     return found
 
 
+def forget() -> None:
+    """Forgets all, where a step depends on more than is described: on what its forward draws."""
+    _last.clear()
+
+
 def digest(*things: Any) -> bytes | None:
     """Returns a digest of some things, the same for equal ones; None where they cannot be described.
 

@@ -15,7 +15,8 @@ The step that is recorded is the last of those that are accumulated.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -331,8 +332,26 @@ class _SimulatedStep:
         return second
 
     def _backward(self, value: torch.Tensor) -> None:
-        with torch.autocast(self._device.type, enabled=False):
+        with _outside_autocast(self._device.type):
             value.backward()
+
+
+@contextmanager
+def _outside_autocast(device: str) -> Generator[None]:
+    """A context as in a loop that has left autocast, whatever is around it: a replay drops its casts when it is over.
+
+    Inside of another autocast, the one that a replay enters would leave its casts of weights in the cache, and the next
+    forward would find them there and not make them.
+    """
+    around = torch.autocast_increment_nesting() - 1
+    for _ in range(around + 1):
+        torch.autocast_decrement_nesting()
+    try:
+        with torch.autocast(device, enabled=False):
+            yield
+    finally:
+        for _ in range(around):
+            torch.autocast_increment_nesting()
 
 
 class _Seen(NamedTuple):

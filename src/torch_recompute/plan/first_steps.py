@@ -1,0 +1,393 @@
+"""The first steps of a training, compared with the step that its plan was made for.
+
+A plan promises the peak of one loop around one call. The loop that runs may be another one: gradients are accumulated,
+autocast is on, a longer batch comes, LayerDrop leaves out other layers. Nothing fails then; the peak is another. So the
+handle of `auto` looks at the first `STEPS` steps: at what is alive when a forward begins, at which layers are called,
+at which optimizer steps, and on CUDA at the allocator's peak. Between two steps it says once what differs and what to
+write, or lets the plan be made again. Then it is gone, with its hooks.
+
+Only what raises the peak is a difference, and another autocast: a smaller step is within the promise. Rejected: a
+measurement of the peak where the allocator has no counter (the CPU), since it needs a mode in every operation.
+
+Invariants: nothing is exchanged while a graph of the model is alive, or while a region runs. The plan is made for the
+forward below this wrapper, in the ambient state of a call, so what others have put on top (autocast of accelerate) is
+around the planned step as it is around the real one. A copy of the model is not watched.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from .. import _torch, errors
+from .._text import counted
+from ..memory import allocator
+from ..memory.batch import ExampleCall
+from ..memory.loop import COMMON
+from ..memory.saved import generators
+from .apply import Applied
+from .choice import joined
+from .plan import Plan
+from .wrappers import ForwardWrapper
+
+STEPS = 3
+TOLERANCE = 0.005  # of the promise
+MOST_CALLS = 64  # of a step whose end shows neither in an optimizer nor in gradients
+COUNTING = ("cuda",)  # devices whose allocator counts a peak
+ALONE = "another plan would not change it"
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """Something of a training that is not as in the planned step.
+
+    Attributes:
+        what: What it is, in words.
+        argument: What to write among the arguments of `auto`, if it is said there.
+        otherwise: What to write where it is not.
+        options: What another planning is given for it; None where it would change nothing.
+    """
+
+    what: str
+    argument: str = ""
+    otherwise: str = ""
+    options: dict[str, Any] | None = field(default_factory=dict[str, Any])
+
+
+class Planning(Protocol):
+    """Plans for what has been seen of a training."""
+
+    optimizer: Any
+
+    def __call__(self, call: ExampleCall, **options: Any) -> Plan:
+        """The plan for a call; `options` are those of the differences."""
+        ...
+
+    def together(self, mine: Sequence[str]) -> set[str]:
+        """The words of all ranks."""
+        ...
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank prints."""
+        ...
+
+
+class _Mark:
+    """A hook of a call's graph: says when backward goes through it, and is alive as long as the graph is."""
+
+    def __init__(self, call: _Call) -> None:
+        self._call = call
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        self._call.backward = True
+        self._call.retained = self._call.retained or _torch.graph_is_kept()
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """The layout of a tensor, without its memory."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def ones(self) -> torch.Tensor:
+        """A tensor of it."""
+        return torch.ones(self.shape, dtype=self.dtype, device=self.device)
+
+
+class _Call:
+    """One call of a model: its shapes, the layers that ran, what was there when it began, and its graph."""
+
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves, self._spec = _torch.tree_flatten((args, kwargs))
+        tensor = torch.Tensor
+        self._leaves = [_Layout(x.shape, x.dtype, x.device) if isinstance(x, tensor) else x for x in leaves]
+        self.shapes: list[tuple[int, ...]] = [x.shape for x in self._leaves if isinstance(x, _Layout)]
+        self.layers: Counter[str] = Counter()
+        self.gradients = any(parameter.grad is not None for parameter in model.parameters())
+        self.device = next((p.device.type for p in model.parameters()), "cpu")
+        self.autocast = _torch.autocast_dtype(self.device)
+        self.draws = generators()
+        self.backward = self.retained = False
+        self._graph: weakref.ref[_Mark] | None = None
+
+    def runs(self, path: str) -> None:
+        """Counts a layer. The autocast around the first is that of the call: the model's forward may turn it on."""
+        if not self.layers:
+            self.autocast = _torch.autocast_dtype(self.device)
+        self.layers[path] += 1
+
+    def ends(self, output: Any) -> None:
+        """Looks out for the backward through what the model returned."""
+        mark = _Mark(self)
+        self._graph = weakref.ref(mark)
+        for tensor in _torch.tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(mark)
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether its graph waits for a backward."""
+        return not self.backward and self._graph is not None and self._graph() is not None
+
+    @property
+    def outlives(self) -> bool:
+        """Whether its graph is alive after a backward that retains it."""
+        return self.retained and self._graph is not None and self._graph() is not None
+
+    def exceeds(self, shapes: Sequence[tuple[int, ...]]) -> bool:
+        """Whether a tensor of it is larger than that of another call."""
+        return any(math.prod(a) > math.prod(b) for a, b in zip(self.shapes, shapes, strict=False))
+
+    def example(self) -> ExampleCall:
+        """Arguments of these shapes, all ones."""
+        made = [
+            torch.ones(x.shape, dtype=x.dtype, device=x.device) if isinstance(x, _Layout) else x for x in self._leaves
+        ]
+        return _torch.tree_unflatten(made, self._spec)
+
+
+class FirstSteps(ForwardWrapper):
+    """The forward of a model in the first steps under a plan.
+
+    Args:
+        handle: The plan in the model.
+        planning: Makes it again.
+        shapes: Those of the tensors in the planned call; None where the first call is to be planned.
+        replan: Whether to plan again; else to say what to write.
+    """
+
+    def __init__(
+        self, handle: Applied, planning: Planning, shapes: Sequence[tuple[int, ...]] | None, *, replan: bool = True
+    ) -> None:
+        super().__init__(handle.model, "")
+        self._handle, self._planning, self._replan, self._shapes = handle, planning, replan, shapes
+        self._steps = 0
+        self._calls: list[_Call] = []  # of the present step
+        self._optimizer: torch.optim.Optimizer | None = None  # that has stepped since
+        self._hooks: list[Any] = []
+        self._peaks: dict[int, allocator.Peak] = {}
+
+    def put(self) -> None:
+        """Begins to look."""
+        super().put()
+        here: weakref.ref[FirstSteps] = weakref.ref(self)
+        stepped = register_optimizer_step_post_hook(lambda optimizer, *_: _stepped(here, optimizer))
+        weakref.finalize(self, stepped.remove)
+        self._hooks.append(stepped)
+        self._plan_came()
+
+    def take_out(self) -> None:
+        """Stops looking."""
+        self.out = True
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._calls.clear()
+        allocator.end(self._peaks)
+        super().take_out()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"module": self.module, "path": "", "_before": self._before, "out": True, "when": None}  # a copy
+
+    def _on(self, module: nn.Module) -> ForwardWrapper:
+        made = super()._on(module)
+        made.out = True
+        return made
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the model."""
+        if self.out or torch.compiler.is_compiling() or not torch.is_grad_enabled() or _torch.in_backward():
+            return self.plain(*args, **kwargs)
+        call = _Call(self.module, args, kwargs)
+        self._begins(call, (args, kwargs))
+        if self.out:
+            return self.plain(*args, **kwargs)
+        self._calls.append(call)
+        result = self.plain(*args, **kwargs)
+        call.ends(result)
+        return result
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called after each step of any optimizer."""
+        own = {id(parameter) for parameter in self.module.parameters()}
+        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            self._optimizer = optimizer
+
+    # --- layers ---------------------------------------------------------------------------------------------------
+
+    def _plan_came(self) -> None:
+        """Counts the calls of the layers that are in the plan, and of those beside them that its step left out."""
+        for hook in self._hooks[1:]:
+            hook.remove()
+        del self._hooks[1:]
+        self._handle.first.autocast = None  # is spoken of here
+        plan: Any = self._handle.plan
+        paths = [path for path, _ in plan.modules]
+        profile = plan.profile
+        self._planned = Counter(paths if profile is None else [one.path for one in profile.costs.segments])
+        self._often_known = profile is not None
+        modules = dict(self.module.named_modules())
+        for path in dict.fromkeys([*filter(None, paths), *_beside(modules, paths)]):
+            self._hooks.append(modules[path].register_forward_pre_hook(self._counter(path)))
+        allocator.end(self._peaks)
+        self._peaks = {}
+        allocator.begin(self._peaks)
+
+    def _counter(self, path: str) -> Any:
+        def count(*_: Any) -> None:
+            if self._calls and not _torch.in_backward():
+                self._calls[-1].runs(path)
+
+        return count
+
+    # --- between two steps ----------------------------------------------------------------------------------------
+
+    def _begins(self, call: _Call, given: ExampleCall) -> None:
+        """Called before a forward: where a step is over, compares it, and stops looking after the last."""
+        if self._shapes is None:
+            self._plan_again([], call, given)
+            return
+        over = self._optimizer is not None or not call.gradients or len(self._calls) >= MOST_CALLS
+        if not over or any(one.in_flight for one in self._calls):
+            return
+        calls = self._calls = [one for one in self._calls if one.backward]
+        if not calls:
+            return
+        self._steps += 1
+        found = list(self._differences(calls, call))
+        mine = [one.what for one in found]
+        if not self._replan or any(one.options is None for one in found) or any(one.outlives for one in calls):
+            mine += [ALONE] if found else []
+        words = self._planning.together(mine)
+        if ALONE in words:
+            self._say(found, "")
+        elif words:
+            self._plan_again(found, call, given)
+        self._calls, self._optimizer = [], None
+        if self._steps >= STEPS and not self.out:
+            self.take_out()
+
+    def _differences(self, calls: Sequence[_Call], following: _Call) -> Iterator[Deviation]:
+        """Yields the differences between a step and the planned one."""
+        prediction = self._handle.plan.prediction
+        loop = (prediction and prediction.loop) or COMMON
+        first, many = calls[0], len(calls)
+        if not loop.keeps_gradients and any(call.gradients for call in calls[1:]):
+            what = f"{many} backwards come before a step of the optimizer"
+            yield Deviation(what, f"accumulate={many}", options={"accumulate": many})
+        elif not loop.keeps_gradients and following.gradients and self._optimizer is not None:
+            what = "gradients are alive when forward begins"
+            yield Deviation(what, "set_to_none=False", options={"set_to_none": False})
+        if first.autocast != loop.autocast:
+            inside = f"under torch.autocast ({first.autocast})" if first.autocast else "outside torch.autocast"
+            yield Deviation(f"the model runs {inside}", otherwise=inside)
+        if self._planning.optimizer is None and self._optimizer is not None:
+            what = f"{type(self._optimizer).__name__} steps, which was not named"
+            yield Deviation(what, "optimizer=optimizer", options={"optimizer": self._optimizer})
+        larger = next((call for call in calls if call.exceeds(self._shapes or ())), None)
+        if larger is not None:
+            shapes = ", ".join(str(list(shape)) for shape in larger.shapes)
+            yield Deviation(f"a larger batch came ({shapes})", otherwise="with the largest batch")
+        yield from self._of_layers(calls)
+        if any(call.outlives for call in calls):
+            what = "a backward retains its graph into the next step"
+            yield Deviation(what, otherwise="and backward() without retain_graph=True in the last use", options=None)
+        yield from self._of_peak()
+
+    def _of_layers(self, calls: Sequence[_Call]) -> Iterator[Deviation]:
+        """Layers that ran, or ran more often, than in the planned step."""
+        fullest = max(calls, key=lambda call: call.layers.total())
+        often = self._planned if self._often_known else fullest.layers & self._planned | self._planned
+        more = [path for path, times in fullest.layers.items() if times > often[path]]
+        if self._planned and more:
+            rest = f" and {counted(len(more) - 1, 'more layer')}" if len(more) > 1 else ""
+            what = f"{more[0]}{rest} ran more often than in the planned step"
+            write = "with the probability of leaving layers out at 0 (LayerDrop)"
+            yield Deviation(what, otherwise=write, options={"draws": fullest.draws})
+
+    def _of_peak(self) -> Iterator[Deviation]:
+        """The allocator's peak, where it counts one (CUDA)."""
+        device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
+        promise = self._handle.plan.predicted_peak_bytes
+        allocator.read(self._peaks)
+        peak = self._peaks.get(device.index or 0, allocator.Peak()).allocated
+        if device.type in COUNTING and promise is not None and peak > (1 + TOLERANCE) * promise:
+            more = errors.size(peak - promise)
+            what = f"the allocator's peak was {errors.size(peak)}, {more} more than promised"
+            yield Deviation(what, f"budget={promise - (peak - promise)}", options=None)
+
+    def _say(self, found: Sequence[Deviation], why: str) -> None:
+        """Says what differs and what to write, and stops looking."""
+        self.take_out()
+        if found:
+            what = "; ".join(one.what for one in found)
+            words = ["auto(" + ", ".join(["...", *(one.argument for one in found if one.argument)]) + ")"]
+            words += [one.otherwise for one in found if one.otherwise]
+            warnings.warn(
+                f"The training is not the step that was planned, and its peak not the promised one: {what}. "
+                f"{why}Write {' '.join(words)}. (Said once.)",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _plan_again(self, found: Sequence[Deviation], call: _Call, given: ExampleCall) -> None:
+        """Makes the plan again for the largest call so far, and exchanges it; says so."""
+        began = time.perf_counter()
+        options = {name: value for one in found for name, value in (one.options or {}).items()}
+        largest = max([call, *self._calls], key=lambda one: sum(map(math.prod, one.shapes)))
+        example = largest.example() if largest.exceeds(call.shapes) else given
+        here = vars(self.module)
+        top = here.pop("forward")  # this wrapper, or what others have put on it
+        here.update({} if self._before is None else {"forward": self._before})
+        failed = ""
+        try:
+            self._handle._exchange(  # pyright: ignore[reportPrivateUsage]
+                lambda: self._planning(example, **options)
+            )
+            self._shapes = largest.shapes
+        except Exception as error:  # whatever it is, the training goes on with the plan that it has
+            if self._shapes is None:
+                raise
+            failed = str(error).partition("\n")[0] or type(error).__name__
+        finally:
+            self._before = here.get("forward")
+            here["forward"] = top
+        if failed:
+            self._say(found, f"It was planned again, without success: {failed} ")
+            return
+        self._plan_came()
+        if self._planning.speaks:
+            why = "; ".join(one.what for one in found)
+            again = f"planned again in {time.perf_counter() - began:.1f} s" + (f" ({why})" if why else "")
+            sys.stdout.write(f"{self._handle.plan.summary}; {again if found else again.replace('again ', '')}\n")
+
+
+def _beside(modules: dict[str, nn.Module], paths: Sequence[str]) -> Iterator[str]:
+    """The layers in the lists of some layers that are of the same classes."""
+    for path in paths:
+        around = path.rpartition(".")[0]
+        if isinstance(modules.get(around), (nn.ModuleList, nn.ModuleDict)):
+            for name, child in modules[around].named_children():
+                if type(child) is type(modules[path]):
+                    yield joined(around, name)
+
+
+def _stepped(here: weakref.ref[FirstSteps], optimizer: torch.optim.Optimizer) -> None:
+    """Tells what looks at the first steps, if it is there."""
+    looking = here()
+    if looking is not None:
+        looking.stepped(optimizer)
