@@ -273,3 +273,20 @@ def test_a_peak_above_the_promise_is_said(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.warns(RuntimeWarning, match=rf"more than promised.*Write auto\(..., {written}\)"):
         training.step()
     assert training.handle.plan != Plan()
+
+
+def test_a_graph_that_only_a_first_backward_retains_is_no_difference() -> None:
+    """Two losses over one forward, of which the last frees the graph, are not spoken of while the output is held."""
+    torch.manual_seed(0)
+    model, x = Stack(), torch.randn(64, WIDTH)
+    adam = torch.optim.AdamW(model.parameters())
+    handle = auto(model, x, budget=0.3, optimizer=adam, device="h100", accumulate=2, replan=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(4):
+            out = model(x)
+            out.backward(retain_graph=True)
+            (2 * out).backward()
+            adam.step()
+            adam.zero_grad()
+    assert handle.looking is None or handle.looking.out

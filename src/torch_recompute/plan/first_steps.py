@@ -92,7 +92,7 @@ class _Mark:
 
     def __call__(self, gradient: torch.Tensor) -> None:
         self._call.backward = True
-        self._call.retained = self._call.retained or _torch.graph_is_kept()
+        self._call.retained = _torch.graph_is_kept()  # of the last one: an earlier one may have had to keep it
 
 
 @dataclass(frozen=True)
@@ -154,9 +154,7 @@ class _Call:
 
     def example(self) -> ExampleCall:
         """Arguments of these shapes, all ones."""
-        made = [
-            torch.ones(x.shape, dtype=x.dtype, device=x.device) if isinstance(x, _Layout) else x for x in self._leaves
-        ]
+        made = [leaf.ones() if isinstance(leaf, _Layout) else leaf for leaf in self._leaves]
         return _torch.tree_unflatten(made, self._spec)
 
 
@@ -311,8 +309,9 @@ class FirstSteps(ForwardWrapper):
     def _of_layers(self, calls: Sequence[_Call]) -> Iterator[Deviation]:
         """Layers that ran, or ran more often, than in the planned step."""
         fullest = max(calls, key=lambda call: call.layers.total())
-        often = self._planned if self._often_known else fullest.layers & self._planned | self._planned
-        more = [path for path, times in fullest.layers.items() if times > often[path]]
+        planned, known = self._planned, self._often_known
+        ran = fullest.layers.items()
+        more = [path for path, times in ran if times > planned[path] and (known or not planned[path])]
         if self._planned and more:
             rest = f" and {counted(len(more) - 1, 'more layer')}" if len(more) > 1 else ""
             what = f"{more[0]}{rest} ran more often than in the planned step"
