@@ -266,7 +266,7 @@ def test_a_captured_replay_is_not_timed(acted: Acted, monkeypatch: pytest.Monkey
     figures = observe.Figures()
     monkeypatch.setattr(observe, "stamp", lambda: pytest.fail("timed"))
     acted.begin()
-    with figures.around(Running("replay", "", SimpleNamespace(trace=None))):
+    with figures.around(Running("replay", "", SimpleNamespace(record=None))):
         pass
     assert figures.replays == 0
 
