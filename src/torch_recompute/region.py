@@ -386,15 +386,15 @@ def keep(
     now = thread.run
     if now is None:
         return fn(*args, **kwargs) if store is None else _keep_outside(store, name, fn, args, kwargs)
-    if _under_other_hooks(now):
+    pack, hooks = getattr(now, "pack", None), ambient_hooks()
+    if pack is not None and hooks is not None and hooks[0] != pack:
+        # The region's function has entered saved-tensor hooks of its own: what is saved in them is theirs. Such are
+        # those of another checkpoint, which calls the function again itself and compares what is saved.
         return fn(*args, **kwargs)
     if now.replaying:
         return _pass_by(now, name, fn, args, kwargs)
     region_call = now if isinstance(now, RegionCall) else None
-    result, kept = record_call(now, region_call, store, name, values_unused, pure, fn, args, kwargs)
-    if region_call is not None:
-        region_call.alias(kept)
-    return result
+    return record_call(now, region_call, store, name, values_unused, pure, fn, args, kwargs)
 
 
 def _keep_outside(
@@ -417,15 +417,6 @@ def _not_stored_under_a_transform(name: str) -> str:
     )
 
 
-def _under_other_hooks(run: Run) -> bool:
-    """Whether the region's function has entered saved-tensor hooks of its own: what is saved in them is theirs.
-
-    Such are those of another checkpoint, which calls the function again itself and compares what is saved.
-    """
-    pack, hooks = getattr(run, "pack", None), ambient_hooks()
-    return pack is not None and hooks is not None and hooks[0] != pack
-
-
 def _pass_by(run: Run, name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     record: SavedCall = run.next_record(SavedCall, name)
     inputs = tensors_of(fn, args, kwargs)
@@ -437,7 +428,7 @@ def _pass_by(run: Run, name: str, fn: Callable[..., Any], args: tuple[Any, ...],
     again = functools.partial(call_again, run, name, fn, args, kwargs) if record.read else None
     result = record.result(run.name, inputs, again)
     if isinstance(run, RegionCall):
-        run.alias(record.held())
+        run.alias(record)
     return result
 
 

@@ -24,7 +24,7 @@ import functools
 import math
 import weakref
 from _thread import RLock
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -280,7 +280,6 @@ class Replay(Run):
 
 Contexts = Callable[[], tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]]
 NEVER: Key = (-1, 0)
-_NONE: Mapping[int, torch.Tensor] = {}
 _UNKNOWN: Mapping[int, int] = {}
 _END: Key = (math.inf, math.inf)
 
@@ -320,7 +319,7 @@ class RegionCall(Run):
     streams: tuple[Any, ...] = ()
     transient = complete = replays = False
     alive: Mapping[int, int] = _UNKNOWN
-    _aliases: Mapping[int, torch.Tensor] = _NONE
+    _aliases: dict[int, torch.Tensor] | None = None
     _contexts: contextlib.AbstractContextManager[Any] | None = None
     _whole = True  # whether the function was not taken apart
     _nested: tuple[weakref.ref[RegionCall] | None, ...] = ()
@@ -385,15 +384,17 @@ class RegionCall(Run):
         """The storages of tensors that hold other contents outside of the replay."""
         return self.replay_state.restored
 
-    def alias(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Notes stored outputs of saved calls: while the forward runs, the graph may hold them directly.
+    def alias(self, record: SavedCall) -> None:
+        """Notes the stored outputs of a saved call: while the forward runs, the graph may hold them directly.
 
         From here on a tensor is known by its storage alone: what a replay returns has the storage of what the call
         returned, but need not be a view where that was one.
         """
         self._ordinary.clear()
         if self.store is None:
-            self._aliases = {**self._aliases, **{storage_id(tensor): tensor for tensor in tensors}}
+            self._aliases = aliases = self._aliases or {}
+            for tensor in record.held():
+                aliases[storage_id(tensor)] = tensor
 
     def nested(self, region_call: weakref.ref[RegionCall] | None) -> None:
         """Notes a region that ended inside this one."""
@@ -404,11 +405,6 @@ class RegionCall(Run):
     def saved(self) -> int:
         """Returns how many tensors autograd has saved by now."""
         return len(self.slots)
-
-    def dropped(self, tensor: torch.Tensor) -> None:
-        """Records what a saved call leaves to the replay."""
-        if self.observers is not None:
-            self.observers.dropped(self, tensor)
 
     def put(self, tensor: torch.Tensor) -> Packed:
         """Keeps an input of a region inside this one."""
@@ -460,12 +456,13 @@ class RegionCall(Run):
         """Shows a tensor that is not kept to those who look on."""
         if self.fingerprints is not None:
             self.fingerprints.add(len(self.slots) - 1, tensor)
-        self.dropped(tensor)
+        if self.observers is not None:
+            self.observers.dropped(self, tensor)
 
     def _is_alive(self, tensor: torch.Tensor) -> bool:
         """Says whether a tensor has the storage of an input, a parameter or a kept output."""
         storage = storage_id(tensor)
-        return parameter_of(tensor) is not None or storage in self.inputs.storages or storage in self._aliases
+        return parameter_of(tensor) is not None or storage in self.inputs.storages or storage in (self._aliases or ())
 
     def forward(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], outer: Run | None) -> Any:
         """Runs the function under the hooks."""
@@ -492,7 +489,7 @@ class RegionCall(Run):
                 self.inputs.given = ()
             else:
                 self.inputs.settle()
-            self.alive, self._aliases = _UNKNOWN, _NONE  # an identity means something while what it identifies is alive
+            self.alive, self._aliases = _UNKNOWN, None  # an identity means something while what it identifies is alive
         self.complete = True
         if self.fingerprints is not None:
             self.fingerprints.flush()
@@ -530,7 +527,7 @@ class RegionCall(Run):
         later = () if self.later is None else (self.later,)
         if self.record is None:
             return later
-        return [*later, *(record for record in self.record.records if isinstance(record, SavedCall))]
+        return [*later, *[record for record in self.record.records if isinstance(record, SavedCall)]]
 
     # --- replay ---------------------------------------------------------------------------------------------------
 

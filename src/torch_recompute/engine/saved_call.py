@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import compress
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -23,7 +25,7 @@ import torch
 from .. import _torch, errors
 from .._torch import is_parameter, parameter_of, storage_id, tracing, version_of
 from .._torch.tensors import layout, meta, say, wants_grad
-from ..observer import here
+from ..observer import Observers, here
 from ..state import Ambient, advanced
 from ..stores import Kept, Store
 from ..values import Key, Run, thread, without_graph
@@ -60,7 +62,12 @@ class Scope(Owner, Protocol):
     """The interface a saved call needs from the enclosing forward."""
 
     inputs: Inputs
+    observers: Observers | None
     alive: Mapping[int, int]  # versions of its inputs and parameters by identity, while its forward runs
+
+    def alias(self, record: SavedCall) -> None:
+        """Notes what a saved call has kept on the device: while the forward runs, the graph may hold it."""
+        ...
 
     @property
     def restored(self) -> frozenset[int]:
@@ -86,10 +93,12 @@ class SavedCall:
         values_unused: Whether the values of its output are said not to be needed.
         pure: Whether it is known to draw no random numbers, to change nothing and to return memory of its own.
         read: Whether a replay needed them all the same; the call is then repeated.
+        finished: Whether the call has returned; a backward inside it may need its inputs before that.
+        dropped: Whether the output has been dropped, because no replay was to get past the call.
         repeated: Whether a gradient is asked for through the call inside the region; it is then repeated with history.
     """
 
-    not_needed = read = repeated = _returned = False
+    not_needed = read = repeated = finished = dropped = False
     _outputs: Sequence[Any] | None = None
     _spec: Any = None
     _mutated: Sequence[tuple[int, Stored]] = ()
@@ -112,23 +121,13 @@ class SavedCall:
         self._leaving: list[Kept] = []
 
     @property
-    def finished(self) -> bool:
-        """Whether the call has returned; a backward inside it may need its inputs before that."""
-        return self._returned
-
-    @property
-    def dropped(self) -> bool:
-        """Whether the output has been dropped, because no replay was to get past the call."""
-        return self._returned and self._outputs is None
-
-    @property
     def needed(self) -> bool:
         """Whether backward still waits for a view of one of the call's inputs."""
         return any(ref() is not None for ref, _, _ in self._views)
 
     def drop(self) -> None:
         """Forgets what only a replay that goes on after the call would need."""
-        self._outputs = None
+        self._outputs, self.dropped = None, self.finished
         self._mutated = ()
 
     def owns(self, slot: Slot) -> bool:
@@ -152,7 +151,7 @@ class SavedCall:
         self._views.append((weakref.ref(slot), index, place))
         return slot
 
-    def fill(self, region: str, inputs: Sequence[torch.Tensor], restored: Container[int]) -> None:
+    def fill(self, region: str, inputs: Sequence[torch.Tensor], restored: frozenset[int]) -> None:
         """Fills the slots that are views of the call's inputs."""
         for ref, index, place in self._views:
             slot = ref()
@@ -163,16 +162,17 @@ class SavedCall:
                     raise errors.MismatchError(_other_inputs(region, self.name, index, then, now))
                 if type(view) is ShapeOnly:
                     raise missing(view, self.name)
-                if storage_id(view) in restored:  # its contents will not outlive the replay
+                if restored and storage_id(view) in restored:  # its contents will not outlive the replay
                     view = view.clone()
                 slot.version = view._version
                 slot.stream = _torch.stream_for(view) if slot.owner.streams else None
                 slot.tensor = view
 
-    def held(self) -> list[torch.Tensor]:
+    def held(self) -> Iterator[torch.Tensor]:
         """The outputs that are kept on the device."""
-        outputs = self._outputs or ()
-        return [o.packed[0] for o in outputs if isinstance(o, Stored) and type(o.packed) is tuple]
+        for output in self._outputs or ():
+            if isinstance(output, Stored) and type(output.packed) is tuple:
+                yield output.packed[0]
 
     def check(self, region: str, inputs: Sequence[torch.Tensor]) -> None:
         """Compares the inputs of the replay with those of the forward."""
@@ -252,11 +252,12 @@ class SavedCall:
         versions: Sequence[int],
         store: Store | None,
         after: Sequence[tuple[Ambient, Any]],
-    ) -> list[torch.Tensor]:
-        """Takes what a replay will need; returns the outputs that are kept on the device."""
+    ) -> None:
+        """Takes what a replay will need."""
         if after:
             self._after = after
-        put_all(self._leaving)
+        if self._leaving:
+            put_all(self._leaving)
         if not self.pure and [*map(version_of, inputs)] != versions:
             each = enumerate(zip(inputs, versions, strict=True))
             self._mutated = [(i, self._keep(t, store)) for i, (t, version) in each if version_of(t) != version]
@@ -266,15 +267,14 @@ class SavedCall:
             leaves, self._spec = _torch.tree_flatten(result)
         outputs: list[Any] = []
         for leaf in leaves:
-            if not isinstance(leaf, torch.Tensor) or parameter_of(leaf) is not None:
+            if not isinstance(leaf, torch.Tensor) or (not self.pure and parameter_of(leaf) is not None):
                 made = isinstance(leaf, torch.Tensor) and not leaf.is_leaf  # by a node that may lead back to here
                 outputs.append(leaf.detach().requires_grad_() if made else leaf)
                 continue
             view = None if self.pure else _view(leaf, inputs)
             outputs.append(view or (self._unkept(leaf) if self.values_unused else self._keep(leaf, store)))
         self._outputs = outputs
-        self._returned = True
-        return self.held()
+        self.finished = True
 
     def _keep(self, tensor: torch.Tensor, store: Store | None) -> Stored:
         if store is None:
@@ -292,13 +292,14 @@ class SavedCall:
             )
         return Unkept(TensorLayout.of(tensor), wants_grad(tensor))
 
+    @tracing.as_it_is
     def pack(
         self,
-        tensor: torch.Tensor,
         inputs: Sequence[torch.Tensor],
         versions: Sequence[int],
         region_call: Scope | None,
         store: Store | None,
+        tensor: torch.Tensor,
     ) -> Packed:
         """The pack hook of the call: sorts a tensor that autograd saves in it."""
         base: Any = tensor._base
@@ -314,10 +315,12 @@ class SavedCall:
                     return tensor.detach(), version_of(tensor)
                 slot = self.slot(region_call, tensor, i, inputs[i]) if version_of(inputs[i]) == versions[i] else None
                 if slot is not None:
-                    region_call.dropped(tensor)
+                    if region_call.observers is not None:
+                        region_call.observers.dropped(region_call, tensor)
                     return slot
         if store is None:
-            own = region_call is not None and not tensor.requires_grad and storage_id(tensor) in region_call.restored
+            restored = () if region_call is None or tensor.requires_grad else region_call.restored
+            own = restored and storage_id(tensor) in restored
             held = tensor.clone() if own else tensor.detach()  # a replay changes the buffer, and puts it back
             return held, version_of(held)
         self._leaving.append(Kept(store, tensor.detach(), self.name, later=True))
@@ -360,7 +363,7 @@ def tensors_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     """The tensors that a call is made with: in its arguments, and in the cells of a closure."""
     leaves = (*args, *kwargs.values()) if kwargs else args
     if _LEAVES.issuperset(map(type, leaves)):
-        found: list[torch.Tensor] = [leaf for leaf in leaves if type(leaf) in _TENSORS]
+        found: list[torch.Tensor] = [*compress(leaves, map(_TENSORS.__contains__, map(type, leaves)))]
     else:
         call = Call(args, kwargs)
         found = [call.leaves[i] for i in call.tensors]
@@ -386,8 +389,8 @@ def record_call(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> tuple[Any, list[torch.Tensor]]:
-    """Runs a saved call in forward and writes its record.
+) -> Any:
+    """Runs a saved call in forward, writes its record, and returns what the call returned.
 
     Args:
         run: What it is called in.
@@ -399,25 +402,20 @@ def record_call(
         fn: What is called.
         args: Its arguments.
         kwargs: Its keyword arguments.
-
-    Returns:
-        What the call returned, and those of its outputs that are kept on the device.
     """
     inputs = tensors_of(fn, args, kwargs)
     versions = [*map(version_of, inputs)]
     record = SavedCall(name, run.key(), inputs, values_unused, pure)
     ambients = () if pure else run.ambients
     before = [ambient.capture() for ambient in ambients] if ambients else ()
-
-    def pack(tensor: torch.Tensor) -> Packed:
-        return record.pack(tensor, inputs, versions, region_call, store)
-
+    pack = partial(record.pack, inputs, versions, region_call, store)
+    pack.__dict__.update(_torch.SEE_THROUGH)
     records = run.writing().records
     records.append(record)
     observers = here.observers
     if observers is not None:
         fn = observers.around("saved call", name, run, fn)
-    _torch.push_hooks(_torch.see_through(pack), unpack)
+    _torch.push_hooks(pack, unpack)
     thread.run = None
     try:
         result = fn(*args, **kwargs)
@@ -428,9 +426,11 @@ def record_call(
     finally:
         thread.run = run
         _torch.pop_hooks()
-    kept = record.record(result, inputs, versions, store, advanced(ambients, before) if ambients else ())
-    inputs.clear()  # PyTorch keeps a pack hook, and so this closure, as long as what it packed
-    return result, kept
+    record.record(result, inputs, versions, store, advanced(ambients, before) if ambients else ())
+    inputs.clear()  # PyTorch keeps a pack hook, and so what it refers to, as long as what it packed
+    if region_call is not None:
+        region_call.alias(record)
+    return result
 
 
 def put_all(kept: list[Kept]) -> None:

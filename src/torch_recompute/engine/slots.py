@@ -40,10 +40,6 @@ class Owner(Protocol):
         """Empties a transient slot whose tensor has just been read."""
         ...
 
-    def dropped(self, tensor: torch.Tensor) -> None:
-        """Records a tensor replaced by a slot."""
-        ...
-
 
 class Slot:
     """A tensor that autograd saved and that is not kept.

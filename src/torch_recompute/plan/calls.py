@@ -73,6 +73,7 @@ COLLECTIVES: dict[str, frozenset[str]] = {
 
 
 _declared: set[Function] = set()
+_name_of = functools.cache(name_of)  # of functions that are declared, or torch's
 
 
 def declare_product(func: Function) -> None:
@@ -90,7 +91,7 @@ def kind_of(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], narro
     if func in ATTENTION:
         return "attention"
     if func in PRODUCTS or func in _declared:
-        if not _has_parameter(args, kwargs):
+        if torch.nn.Parameter not in map(type, args) and not _has_parameter(args, kwargs):
             return "matmul"
         return "down" if narrow and _narrows(func, args, kwargs) else "product"
     return None
@@ -138,7 +139,7 @@ class KeepCalls(TorchFunctionMode):
         kind = kind_of(func, args, kwargs, narrow="product" not in self._kinds)
         if kind in self._kinds or kind in self._unused:
             pure, unused = _pure(func, args, kwargs), kind in self._unused
-            return keep(name_of(func), func, args, kwargs, self._store, unused, pure)
+            return keep(_name_of(func), func, args, kwargs, self._store, unused, pure)
         return func(*args, **kwargs)
 
 
@@ -268,8 +269,6 @@ def _is_attention(node: Any) -> bool:
 
 def _has_parameter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Returns whether a product is one with a parameter, or with a part of one (the matrix of one expert)."""
-    if torch.nn.Parameter in map(type, args):
-        return True
     operands = [*args, *kwargs.values()]
     for operand in operands:
         operands.extend(operand if isinstance(operand, (list, tuple)) else ())

@@ -145,6 +145,7 @@ class ForwardWrapper:
         module: The module.
         path: Its path in the model that the plan was applied to.
         out: Whether it has been taken out again.
+        owner: All that the call reaches: the module; None where another forward was put on it, which may reach more.
         when: Returns whether it acts in the present call of the model; None for in every one.
     """
 
@@ -152,6 +153,7 @@ class ForwardWrapper:
         self.module = module
         self.path = str(path)  # of a plan's own class, which the compiler does not trace
         self._before: Callable[..., Any] | None = None
+        self.owner: nn.Module | None = module
         self.out = False
         self.when: Callable[[], bool] | None = None
 
@@ -168,6 +170,7 @@ class ForwardWrapper:
         """Takes the place of the module's forward."""
         here = self.module.__dict__
         self._before = here.get("forward")
+        self.owner = self.module if self._before is None else None
         here["forward"] = self
         here.setdefault(REPLICATE, self.replica)
 
@@ -193,14 +196,9 @@ class ForwardWrapper:
     def _on(self, module: nn.Module) -> ForwardWrapper:
         """The same on a replica, with the wrappers below it."""
         made: Any = copy.copy(self)
-        made.module = module
+        made.module, made.owner = module, None if self.owner is None else module
         made._before = self._before._on(module) if isinstance(self._before, ForwardWrapper) else self._before
         return made
-
-    @property
-    def _owner(self) -> nn.Module | None:
-        """All that the call reaches: the module; None where another forward was put on it, which may reach more."""
-        return self.module if self._before is None else None
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the forward that was there before."""
@@ -258,7 +256,7 @@ class Region(ForwardWrapper):
             return self.plain(*args, **kwargs)
         if torch.compiler.is_compiling():
             return self.traced(self.plain, args, kwargs, self)
-        options = Options(self.name, self.store, owner=self._owner)
+        options = Options(self.name, self.store, owner=self.owner)
         fn = self.plain if self._bare else self.body
         if self.first is not None and torch.is_grad_enabled():
             return self.first.run(self, options, fn, args, kwargs)
@@ -468,7 +466,7 @@ class ChainedRegion(Region):
             result = super().__call__(*args, **kwargs)
         else:
             begin = Discard if self.figures is None else self.watched(Discard)
-            call = begin(Options(self.path, self.store, owner=self._owner), self.body, args, kwargs)
+            call = begin(Options(self.path, self.store, owner=self.owner), self.body, args, kwargs)
             result = call.result
             self._chain.waiting = call
         if before is not None:
