@@ -18,6 +18,7 @@ from torch import nn
 
 import torch_recompute
 from torch_recompute import Choice, Plan, apply, recompute
+from torch_recompute._torch import modes
 
 FOLDER = os.path.dirname(torch_recompute.__file__)
 HOOKS = 71  # 24 tensors saved in forward, 23 until the replay ends, 24 read
@@ -49,7 +50,8 @@ def calls(step: Callable[[], torch.Tensor]) -> Counter[str]:
 
     def note(frame: Any, event: str, _: Any) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(FOLDER):
+        stands_in = code is getattr(modes._call, "__code__", None)  # for operator.call, on Python 3.10
+        if event == "call" and code.co_filename.startswith(FOLDER) and not stands_in:
             count[f"{os.path.relpath(code.co_filename, FOLDER)}:{code.co_firstlineno} {code.co_name}"] += 1
 
     before = sys.getprofile()
