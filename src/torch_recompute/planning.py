@@ -220,15 +220,17 @@ class _Planning:
 
     def together(self, mine: Sequence[str]) -> set[str]:
         """The words of all ranks."""
-        held: list[Any] = [mine]
-        if _in_ranks():
-            held = [None] * dist.get_world_size()
-            dist.all_gather_object(held, list(mine))
-        return {word for words in held for word in words}
+        return {word for words in (_of_all_ranks(list(mine)) if _in_ranks() else [mine]) for word in words}
 
 
 def _in_ranks() -> bool:
     return dist.is_available() and dist.is_initialized()
+
+
+def _of_all_ranks(mine: Any) -> list[Any]:
+    held: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(held, mine)
+    return held
 
 
 def _still_fits(file: PlanFile, step: TrainingStep, budget: int | float | str) -> Plan | None:
@@ -249,8 +251,7 @@ def _one_plan(model: nn.Module, mine: Plan | str) -> Plan:
     Prices are measured and memory is free on each rank by itself, so ranks find different plans for one budget.
     """
     layers = [(name, tuple(weight.shape)) for name, weight in model.named_parameters()]
-    held: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(held, (layers, mine if isinstance(mine, str) else mine.to_json(), isinstance(mine, str)))
+    held = _of_all_ranks((layers, mine if isinstance(mine, str) else mine.to_json(), isinstance(mine, str)))
     if isinstance(mine, str):
         return Plan()  # this rank raises its own error, and the others know of it
     rank, text = next(((rank, text) for rank, (_, text, is_error) in enumerate(held) if is_error), (0, ""))

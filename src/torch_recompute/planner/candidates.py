@@ -557,12 +557,12 @@ def _words(found: SegmentRecord, paths: tuple[str, ...], kept: frozenset[int]) -
 
 def _goes_nowhere(found: SegmentRecord, call: int, passed: Sequence[int]) -> bool:
     """Whether nothing in a replay reads the values of a call, or of what is computed from them."""
-    hollow = {i for i in passed if found.made[i].call == call}
+    shape_only = {i for i in passed if found.made[i].call == call}
     for i in passed:
-        if found.made[i].inputs & hollow:
+        if found.made[i].inputs & shape_only:
             if not all(goes_through(op.func) for op in found.made[i].ops):
                 return False
-            hollow.add(i)
+            shape_only.add(i)
     return True
 
 

@@ -163,9 +163,8 @@ class Planner:
         return plan
 
     def _meant(self, budget: Budget, floor: Callable[[], int]) -> Limit:
-        least = floor() if budget.share is not None else 0
         free = partial(free_bytes, self.step.model, self.plain.device, self.step.optimizer, self.step.call)
-        return bytes_meant(budget, lambda: least, self.plain.peak_bytes, free)
+        return bytes_meant(budget, floor, self.plain.peak_bytes, free)
 
     def _within(self, wanted: Limit) -> Checked | None:
         """The cheapest choice that fits into a budget, by its simulation."""
