@@ -93,7 +93,7 @@ WINGS = {
     "around": {"compat", "distributed", "integrations", "doctor", "testing", "__init__"},
     "commands": {"commands", "report", "__main__"},
 }
-MOST_CODE_LINES = {"core": 5_885, "planning": 12_657, "around": 4_525, "commands": 3_215, "tests": 33_100}
+MOST_CODE_LINES = {"core": 5_885, "planning": 12_655, "around": 4_525, "commands": 3_215, "tests": 33_100}
 MOST_FILES, MOST_LONG_FUNCTIONS, LONGEST_FUNCTION, MOST_NAMES_TWICE = 157, 5, 50, 4
 LONG_FUNCTION = 40  # lines without the docstring
 
