@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .doctor.audit import Audit, audit
     from .doctor.verify import Verification, verify
     from .memory import Measurement, SavedActivations, measure, saved_activations
+    from .memory.elastic import Elastic
     from .plan import Applied, Choice, Plan, SizeClass, apply
     from .plan.config import RecomputeConfig
     from .plan.plan import Prediction
@@ -57,6 +58,7 @@ else:  # imported when they are first asked for
         "compat.torch_utils": ("checkpoint", "checkpoint_sequential"),
         "doctor.audit": ("Audit", "audit"),
         "memory": ("Measurement", "SavedActivations", "measure", "saved_activations"),
+        "memory.elastic": ("Elastic",),
         "plan": ("Applied", "Choice", "Plan", "SizeClass", "apply"),
         "plan.config": ("RecomputeConfig",),
         "plan.plan": ("Prediction",),
@@ -102,6 +104,7 @@ __all__ = [
     "Audit",
     "ChangedError",
     "Choice",
+    "Elastic",
     "Measurement",
     "MismatchError",
     "NotRecomputingError",

@@ -98,11 +98,13 @@ class _Here(threading.local):
     Attributes:
         observers: Observers of the regions that are called now; None without any. A replay has those of its forward.
         running: What runs of the regions that are observed, the outermost first.
+        again: Whether an elastic region around runs again where memory runs out, so that an error is not told yet.
     """
 
     def __init__(self) -> None:
         self.observers: Observers | None = None
         self.running: list[Running] = []
+        self.again = False
 
 
 here = _Here()
@@ -149,7 +151,7 @@ def tell(error: BaseException, region: str, *, replaying: bool) -> None:
         region: The region's name.
         replaying: Whether it ran again, in backward.
     """
-    if not is_exhaustion(error) or hasattr(error, _TOLD):
+    if here.again or not is_exhaustion(error) or hasattr(error, _TOLD):
         return
     setattr(error, _TOLD, region)
     text = "\n".join(map(str, error.args))

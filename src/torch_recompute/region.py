@@ -31,7 +31,7 @@ import functools
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -56,7 +56,7 @@ def call(options: Options, fn: Callable[..., Any], args: tuple[Any, ...], kwargs
         warnings.warn(_under_a_transform(options.name), RuntimeWarning, stacklevel=2)
         return fn(*args, **kwargs)
     outer = thread.run
-    return RegionCall(options, fn, args, kwargs, outer).forward(fn, args, kwargs, outer)
+    return (options.make or RegionCall)(options, fn, args, kwargs, outer).forward(fn, args, kwargs, outer)
 
 
 def _under_a_transform(name: str) -> str:
@@ -118,6 +118,7 @@ def recompute(
     early_stop: bool = True,
     tiles: int | None = None,
     tile_dim: int = 1,
+    elastic: Pool | None = None,
 ) -> Callable[P, R]:
     """Wraps `fn` as a region: what autograd saves in it is dropped in forward and rebuilt, once, in backward.
 
@@ -143,6 +144,8 @@ def recompute(
             closures are used whole by every tile. Gradients equal the plain call's up to the order in which a
             weight's gradient is summed; dropout draws other numbers than without tiles.
         tile_dim: Which dimension of the positional tensors and of the results holds the tokens.
+        elastic: An `Elastic`: the region keeps its activations while its memory lasts, and is recomputed where it does
+            not.
 
     Returns:
         A callable with `fn`'s signature.
@@ -172,7 +175,9 @@ def recompute(
     for ambient in [state] if hasattr(state, "capture") else state:
         if ambient is state or not (hasattr(ambient, "capture") and hasattr(ambient, "restore")):
             raise errors.ArgumentError(_not_an_ambient(ambient))
-    options = Options(name or name_of(fn), inputs, (*DEFAULT, *state), check, early_stop, tile=tiles is not None)
+    label = name or name_of(fn)
+    make = None if elastic is None else _checked_pool(elastic).calls(fn, label)
+    options = Options(label, inputs, (*DEFAULT, *state), check, early_stop, tile=tiles is not None, make=make)
 
     @functools.wraps(fn, updated=())
     def region(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -218,7 +223,7 @@ def trace(
             return _run_untraced(options.name or name_of(fn), compiler, engine)
         finally:
             tracing.set_compiler(compiler)
-    if options.store is not None or len(options.ambients) > len(DEFAULT) or options.check == "values":
+    if options.store is not None or options.make or len(options.ambients) > len(DEFAULT) or options.check == "values":
         tracing.say(_untraceable(options))
     if thread.untraced and not thread.traced:
         tracing.end_graph()
@@ -288,6 +293,8 @@ def _run_untraced(name: str, compiler: Any, region: Callable[[], Any]) -> Any:
 def _untraceable(options: Options) -> str:
     if options.store is not None:
         return no_effect(options.name, f"inputs={errors.kind(options.store)}()", STAYS)
+    if options.make is not None:
+        return no_effect(options.name, "elastic=", "keeps and repeats the same in every step")
     if options.check == "values":
         return no_effect(options.name, 'check="values"', "has one graph for both, and nothing to compare")
     state = errors.kind(options.ambients[-1])
@@ -424,12 +431,29 @@ def _pass_by(run: Run, name: str, fn: Callable[..., Any], args: tuple[Any, ...],
     if isinstance(run, Replay):
         run.saved_call(record, inputs)
     if record.repeated:
-        return call_again(run, name, fn, args, kwargs, history=True)
+        return record.again(run, fn, args, kwargs)
     again = functools.partial(call_again, run, name, fn, args, kwargs) if record.read else None
     result = record.result(run.name, inputs, again)
     if isinstance(run, RegionCall):
         run.alias(record)
     return result
+
+
+class Pool(Protocol):
+    """Memory that elastic regions share: `Elastic`."""
+
+    def calls(self, fn: Callable[..., Any], name: str) -> Callable[..., RegionCall]:
+        """Returns what makes the calls of a region."""
+        ...
+
+
+def _checked_pool(pool: Any) -> Pool:
+    if not hasattr(pool, "calls"):
+        raise errors.ArgumentError(
+            f"elastic= takes the memory that regions share, but got {errors.say(pool)}\n"
+            '  Write memory = torch_recompute.Elastic("fit") once, and recompute(fn, elastic=memory) for each region.'
+        )
+    return pool
 
 
 def _checked_store(option: str, store: Any) -> Store | None:

@@ -107,7 +107,7 @@ class Run:
         self.event()
         records = () if self.record is None else self.record.records
         record: Any = records[self._next_record] if self._next_record < len(records) else None
-        if record is None or type(record) is not kind or record.name != name:
+        if not isinstance(record, kind) or record.name != name:
             had = "made no more saved calls or choices" if record is None else f"reached {record.name}(...)"
             raise errors.MismatchError(
                 f"the replay of {self.name} reached {name}(...) where its forward {had}.\n{errors.WHY}"

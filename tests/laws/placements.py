@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from support.elastic import Script
 from torch_recompute import OnDisk, no_recompute, recompute
 
 
@@ -35,10 +36,29 @@ class Placement:
     put: Callable[..., Callable[..., Any]]
     runs: tuple[int, int, int]
     pieces: bool = True
+    later: tuple[int, int, int] | None = None
+
+    def after(self, backwards: int) -> tuple[int, ...]:
+        """How often each stage has run after some backward calls through one retained graph."""
+        return tuple(
+            n + (backwards - 1) * (more - 1) for n, more in zip(self.runs, self.later or self.runs, strict=True)
+        )
 
 
 DISK = OnDisk(tempfile.gettempdir())
 R, S = recompute, no_recompute
+
+
+def elastic(fn: Callable[..., Any], when: str = "never") -> Callable[..., Any]:
+    """An elastic region that is kept, or evicted at some time; "emptied" takes what its saved calls keep, too."""
+    return recompute(fn, elastic=Script("forward", saved=True) if when == "emptied" else Script(when))
+
+
+def nested_elastic(a: Callable[..., Any], b: Callable[..., Any], c: Callable[..., Any]) -> Callable[..., Any]:
+    """Elastic regions in an elastic one; whenever one begins or ends, all are evicted, also the one that still runs."""
+    inside = Script("inside")
+    return recompute(chain(recompute(a, elastic=inside), b, recompute(c, elastic=inside)), elastic=inside)
+
 
 PLAIN = Placement("plain", chain, (1, 1, 1), pieces=False)
 
@@ -68,6 +88,16 @@ PLACEMENTS = [
     Placement(
         "stored outside of regions", lambda a, b, c: chain(S(a, store=DISK), S(chain(R(b), c), store=DISK)), (1, 2, 1)
     ),
+    Placement("elastic and kept", lambda a, b, c: elastic(chain(a, S(b), c)), (1, 1, 1)),
+    Placement("elastic and evicted", lambda a, b, c: elastic(chain(a, S(b), c), "forward"), (2, 1, 2)),
+    Placement("elastic, evicted with its saved call", lambda a, b, c: elastic(chain(a, S(b), c), "emptied"), (2, 2, 2)),
+    Placement(
+        "elastic, evicted between two halves",
+        lambda a, b, c: elastic(chain(a, S(b), c), "half"),
+        (1, 1, 1),
+        later=(2, 1, 2),
+    ),
+    Placement("elastic in elastic, evicted inside", nested_elastic, (3, 2, 2)),
 ]
 
 NAMES = {placement.name: placement for placement in PLACEMENTS}

@@ -274,8 +274,17 @@ class Replay(Run):
     def saved_call(self, record: SavedCall, inputs: Sequence[torch.Tensor]) -> None:
         """Fills the slots of a saved call of this region call; the replay may end here."""
         record.fill(self.name, inputs, self._restored)
-        if self._stop == record.key or not record.finished or record.dropped:
+        if not record.emptied and (self._stop == record.key or not record.finished or record.dropped):
             raise Stop(self)
+
+    def passed(self, record: SavedCall) -> None:
+        """Ends here if an emptied saved call, which has just been made again, was the last that is waited for."""
+        if self._stop == record.key:
+            raise Stop(self)
+
+    def own(self, held: torch.Tensor) -> torch.Tensor:
+        """A tensor that outlives the replay: a copy of one that has other contents after it."""
+        return held.clone() if self._restored and storage_id(held) in self._restored else held
 
 
 Contexts = Callable[[], tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]]
@@ -288,7 +297,7 @@ class Options(NamedTuple):
     """The options of a region.
 
     `owner` is the module that the function belongs to, where the caller knows it: nothing else is then looked for in
-    the function. `tile` says whether the call is one tile of several.
+    the function. `tile` says whether the call is one tile of several. `make` makes the calls; None for `RegionCall`.
     """
 
     name: str
@@ -300,12 +309,14 @@ class Options(NamedTuple):
     contexts: Contexts | None = None
     owner: torch.nn.Module | None = None
     tile: bool = False
+    make: Callable[..., RegionCall] | None = None
 
 
 class RegionCall(Run):
     """One call of a region: its forward run, and what its replays need.
 
     Attributes:
+        saved_call: The class of the saved calls in it.
         slots: For each tensor that autograd has saved in the region, in order, its slot, or `KEPT`.
         later: Slots outside of the region that are views of its results (`discard.py`), filled by its replays.
         replays: Whether a replay may have something to do; where all that was saved is alive anyway, none ever runs.
@@ -313,6 +324,7 @@ class RegionCall(Run):
         observers: Its observers; None without any.
     """
 
+    saved_call = SavedCall
     pack: Callable[[torch.Tensor], Packed]
     later: SavedCall | None = None
     fingerprints: Fingerprints | None = None

@@ -270,6 +270,12 @@ class _Reached:
         if self._hooks is not None:
             self._hooks.restore(stack)
 
+    def changed(self) -> bool:
+        """Whether a weight, or a buffer that nobody copied, has been changed in place."""
+        copied = {id(tensor) for tensor in self._state.tensors}
+        watched = ((s.tensor, version) for s, version in self._watched if id(s.tensor) not in copied)
+        return [*map(version_of, self.weights)] != self.versions or any(version_of(t) != then for t, then in watched)
+
     def restored(self) -> frozenset[int]:
         return frozenset(map(_torch.storage_id, self._state.tensors))
 
@@ -327,6 +333,19 @@ class ReplayState:
         self._cpu = None
         self._consumed = ()
         self.reached = None
+
+    def changed(self) -> bool:
+        """Whether a forward that has failed changed something in place that `undo` does not put back."""
+        return self.reached is not None and self.reached.changed()
+
+    def undo(self) -> None:
+        """Makes generators, buffers and modules what they were before a forward that has failed and will run again."""
+        with _exclusive, contextlib.ExitStack() as stack:
+            for ambient, before in self._consumed if self._cpu is None else [(CPU_RNG, self._cpu), *self._consumed]:
+                ambient.restore(before)
+            if self.reached is not None:
+                self.reached.restore(stack)
+                stack.pop_all()
 
     def run(self, region: str, fn: Callable[..., Any], *args: Any) -> None:
         """Calls `fn(*args)` under the captured state, then restores the current one."""

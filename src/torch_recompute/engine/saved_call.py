@@ -61,6 +61,7 @@ class Unkept(NamedTuple):
 class Scope(Owner, Protocol):
     """The interface a saved call needs from the enclosing forward."""
 
+    saved_call: type[SavedCall]
     inputs: Inputs
     observers: Observers | None
     alive: Mapping[int, int]  # versions of its inputs and parameters by identity, while its forward runs
@@ -96,9 +97,10 @@ class SavedCall:
         finished: Whether the call has returned; a backward inside it may need its inputs before that.
         dropped: Whether the output has been dropped, because no replay was to get past the call.
         repeated: Whether a gradient is asked for through the call inside the region; it is then repeated with history.
+        emptied: Whether what it stored is gone, so that a replay makes the call again and fills it in.
     """
 
-    not_needed = read = repeated = finished = dropped = False
+    not_needed = read = repeated = finished = dropped = emptied = False
     _outputs: Sequence[Any] | None = None
     _spec: Any = None
     _mutated: Sequence[tuple[int, Stored]] = ()
@@ -243,6 +245,10 @@ class SavedCall:
             )
         return tensor
 
+    def again(self, run: Run, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Makes the call again in a replay, with history."""
+        return call_again(run, self.name, fn, args, kwargs, history=True)
+
     # --- forward --------------------------------------------------------------------------------------------------
 
     def record(
@@ -318,6 +324,10 @@ class SavedCall:
                     if region_call.observers is not None:
                         region_call.observers.dropped(region_call, tensor)
                     return slot
+        return self.hold(tensor, region_call, store)
+
+    def hold(self, tensor: torch.Tensor, region_call: Scope | None, store: Store | None) -> Packed:
+        """Keeps a tensor that the replay does not rebuild."""
         if store is None:
             restored = () if region_call is None or tensor.requires_grad else region_call.restored
             own = restored and storage_id(tensor) in restored
@@ -405,7 +415,8 @@ def record_call(
     """
     inputs = tensors_of(fn, args, kwargs)
     versions = [*map(version_of, inputs)]
-    record = SavedCall(name, run.key(), inputs, values_unused, pure)
+    kind = SavedCall if region_call is None else region_call.saved_call
+    record = kind(name, run.key(), inputs, values_unused, pure)
     ambients = () if pure else run.ambients
     before = [ambient.capture() for ambient in ambients] if ambients else ()
     pack = partial(record.pack, inputs, versions, region_call, store)

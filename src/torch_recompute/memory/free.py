@@ -119,11 +119,11 @@ def free_bytes(model: nn.Module, device: torch.device, optimizer: object = None,
         for place, storage in own
         if place.type == device.type and device.index in (None, place.index)
     }
-    free, total = _memory(device)
+    free, total = memory_of(device)
     return free + sum(held.values()) - round(RESERVE * total)
 
 
-def _memory(device: torch.device) -> tuple[int, int]:
+def memory_of(device: torch.device) -> tuple[int, int]:
     """Returns the bytes of a device that are free for this process, and all of them."""
     if device.type == "cpu":
         return host_memory()

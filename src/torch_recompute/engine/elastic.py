@@ -1,0 +1,427 @@
+"""Elastic regions: a call keeps what it saves while memory lasts, and can be emptied at any time before its backward.
+
+A kept call is an ordinary one whose slots are full from the start: the pack hook puts each tensor, detached, into its
+slot, with its version. Backward reads it there, as plain autograd would, and no replay runs. To evict the call is to
+empty its slots; from then on it is a region like any other. So there is no second engine, and every law of a region
+holds in all three placements: kept, evicted, evicted between two halves of a backward.
+
+Who decides is the region's part of a pool (`Part`; `memory/elastic.py`). It is told of four boundaries, before which it
+makes room: a forward, the end of a forward, the first tensor that backward reads of a kept call, and a replay.
+
+Saved calls are kept in slots too, as a second grade: evicted with `saved=False`, the region is replayed as usual and
+they are skipped; with `saved=True` they are emptied as well, and the replay makes them again.
+
+An allocation that fails in a forward or replay is the exception, not the way: what the forward did to generators,
+buffers and modules is undone, and it runs again with more room. Only the outermost region does so, because the records
+of a region around it already count what it saved. An allocation that fails in a node of the graph cannot be repeated.
+Rejected: to rely on that alone (of 192 steps under a limit, 21 failed in backward; with boundaries none).
+
+Invariants: a kept slot holds what plain autograd would have kept. A call is evicted only before its backward begins, or
+while its own thread is still in its forward; its lock is never waited for.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from .. import _torch, errors
+from .._torch import tracing, version_of
+from .._torch.devices import capturing
+from .._torch.tensors import meta, say
+from ..observer import here, is_exhaustion, tell
+from ..stores import Store
+from ..values import Run, thread
+from .backward_task import this_task
+from .region_call import Options, RegionCall, Replay
+from .saved_call import SavedCall
+from .slots import Packed, Slot, unpack
+
+
+class Part(Protocol):
+    """One region's part of a pool: decides what its calls keep, and makes room before each stretch of a step."""
+
+    def forward(self, call: ElasticCall) -> bool:
+        """Makes room for a forward, and returns whether the call is to keep what it saves."""
+        ...
+
+    def forward_ended(self, call: ElasticCall) -> None:
+        """Notes a call whose forward is over, and makes room for what comes next."""
+        ...
+
+    def backward(self, call: ElasticCall) -> None:
+        """Makes room for the backward of a kept call, which begins now."""
+        ...
+
+    def waits(self, call: ElasticCall) -> None:
+        """Notes a kept call whose graph was retained: its backward may come again."""
+        ...
+
+    def replay(self, call: ElasticCall) -> None:
+        """Makes room for a replay."""
+        ...
+
+    def replay_ended(self, call: ElasticCall) -> None:
+        """Makes room for the backward of a call that has been replayed."""
+        ...
+
+    def failed(self, call: ElasticCall, attempt: int) -> bool:
+        """Evicts others after an allocation of the call has failed; returns whether to try again."""
+        ...
+
+    def unrepeatable(self) -> str:
+        """A sentence on why a forward cannot be run again; "" where it can."""
+        ...
+
+    def shortage(self) -> str:
+        """The sentences for an error that memory ran out although nothing is left to evict."""
+        ...
+
+
+def _not_repeatable(region: str, changed: str) -> str:
+    """A sentence on a forward that cannot be undone."""
+    return f"{region} is not run again with less kept: {changed}"
+
+
+class ElasticSavedCall(SavedCall):
+    """A saved call whose tensors are in slots, and that can be emptied and made again."""
+
+    _full = False  # whether a replay finds what is stored, and need not get as far as here for it
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._stored: list[weakref.ref[Slot] | None] = []  # in the order in which autograd saved; None: not stored
+
+    @property
+    def needed(self) -> bool:
+        """Whether backward still waits for a tensor that a replay has to fill in here."""
+        return super().needed or (not self._full and any(ref is not None and ref() is not None for ref in self._stored))
+
+    def rebuilt(self) -> Iterator[weakref.ref[Slot]]:
+        """The slots that a replay fills."""
+        yield from (ref for ref, _, _ in self._views)
+
+    def settle(self) -> None:
+        """After the region's forward: what is stored is there."""
+        self._full = True
+
+    def owns(self, slot: Slot) -> bool:
+        """Whether `slot` is one of the call's."""
+        return super().owns(slot) or self.stores(slot)
+
+    def stores(self, slot: Slot) -> bool:
+        """Whether `slot` holds a tensor that the call stores, and that no replay fills."""
+        return not self.emptied and any(ref is not None and ref() is slot for ref in self._stored)
+
+    def release(self) -> None:
+        """Empties the slots that a replay fills."""
+        super().release()
+        if self.emptied:
+            self._release_stored()
+
+    def _release_stored(self) -> None:
+        for ref in self._stored:
+            slot = None if ref is None else ref()
+            if slot is not None:
+                slot.tensor = None
+
+    def empty(self) -> bool:
+        """Lets go of what is stored, so that a replay makes the call again; returns whether there was anything."""
+        if self.emptied or not (self._outputs or any(self._stored)):
+            return False
+        self.repeated, self.emptied, self._full, self.dropped = True, True, False, False
+        self._outputs, self._mutated, self._after = (), (), ()
+        self._release_stored()
+        return True
+
+    def pack(
+        self,
+        inputs: Sequence[torch.Tensor],
+        versions: Sequence[int],
+        region_call: Any,
+        store: Store | None,
+        tensor: torch.Tensor,
+    ) -> Packed:
+        """The pack hook of the call: what it stores, and what is a view of its inputs, is put into a slot."""
+        before = len(self._stored)
+        packed = super().pack(inputs, versions, region_call, store, tensor)
+        if len(self._stored) == before:
+            self._stored.append(None)
+            if type(packed) is Slot and region_call.kept:
+                fill(packed, tensor)
+        return packed
+
+    def hold(self, tensor: torch.Tensor, region_call: Any, store: Store | None) -> Packed:
+        """A slot with the tensor in it; with a store, what the store makes of it."""
+        held = super().hold(tensor, region_call, store)
+        if type(held) is not tuple or region_call is None:
+            return held
+        slot = Slot()
+        slot.owner, slot.meta, slot.stream = region_call, meta(tensor), None
+        slot.tensor, slot.version = held
+        self._stored.append(weakref.ref(slot))
+        return slot
+
+    def again(self, run: Run, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Makes the call again in a replay; one of its own region fills what was emptied."""
+        if not self.emptied or not isinstance(run, Replay):
+            return super().again(run, fn, args, kwargs)
+        turn, name = iter(self._stored), self.name
+
+        @_torch.see_through
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            held = tensor.detach()
+            try:
+                ref = next(turn)
+            except StopIteration:
+                raise errors.MismatchError(_other_work(run.name, name, "more tensors than in its forward")) from None
+            slot = None if ref is None else ref()
+            if slot is not None:
+                if slot.meta != meta(tensor):
+                    found = f"{say(meta(tensor))} where it was {say(slot.meta)} in its forward"
+                    raise errors.MismatchError(_other_work(run.name, name, found))
+                held = run.own(held)
+                slot.version = held._version
+                slot.stream = _torch.stream_for(held) if slot.owner.streams else None
+                slot.tensor = held
+            return held
+
+        thread.run = None
+        _torch.push_hooks(pack, unpack)
+        try:
+            with torch.enable_grad():
+                result = fn(*args, **kwargs)
+        finally:
+            _torch.pop_hooks()
+            thread.run = run
+        run.passed(self)
+        return result
+
+
+def _other_work(region: str, call: str, found: str) -> str:
+    """Text for a saved call that was emptied, and saved something else when it was made again."""
+    return f"the replay of {region} made the saved call {call} again, which saved {found}.\n{errors.WHY}"
+
+
+def fill(slot: Slot, tensor: torch.Tensor) -> None:
+    """Keeps a tensor in its slot, as plain autograd would keep it in the graph."""
+    slot.version, slot.stream = tensor._version, None
+    slot.tensor = tensor.detach()
+
+
+class _Failed(BaseException):
+    """Leads an error that memory ran out past everybody who would add to it; no code that it passes catches it."""
+
+
+class ElasticCall(RegionCall):
+    """One call of an elastic region.
+
+    Attributes:
+        part: The region's part of the pool.
+        kept: Whether its slots are full, and it may be evicted.
+        was_kept: Whether it was to be kept when it began.
+        started: Whether the backward that reads its slots has begun.
+        thread: The thread of its forward, while that runs.
+        attempt: How often the call has failed before.
+        microbatch: How many older calls of the region wait for their backward; the pool writes it.
+        size: Bytes of the tensors that it was given.
+    """
+
+    saved_call = ElasticSavedCall
+    kept = started = was_kept = False
+    thread: int | None = None
+    attempt = microbatch = 0
+
+    def __init__(self, part: Part, options: Options, fn: Any, args: Any, kwargs: Any, outer: Run | None) -> None:
+        if capturing():
+            raise errors.ArgumentError(_in_graph(options.name))
+        super().__init__(options, fn, args, kwargs, outer)
+        self.part = part
+        self.size = sum(tensor.numel() * tensor.element_size() for tensor in self.inputs.given)
+
+    def saved_bytes(self) -> int:
+        """Bytes of the tensors that a replay would rebuild, each as large as it is said to be."""
+        slots = [*self.slots, *(ref for record in self._own_saved_calls() for ref in record.rebuilt())]
+        metas = [slot.meta for ref in slots if (slot := ref()) is not None]
+        return sum(shape.numel() * dtype.itemsize for shape, dtype, _ in metas)
+
+    def alias(self, record: SavedCall) -> None:
+        """The graph holds no output of a saved call directly, so that it can be let go of."""
+        self._ordinary.clear()
+
+    # --- forward --------------------------------------------------------------------------------------------------
+
+    @tracing.as_it_is
+    def _packer(self) -> Callable[[torch.Tensor], Packed]:
+        """The pack hook of the forward, which keeps what it packs while the call is kept."""
+        plain = super()._packer()
+        if not self.kept:
+            return plain
+
+        def pack(tensor: torch.Tensor) -> Packed:
+            packed = plain(tensor)
+            if type(packed) is Slot and self.kept:
+                packed.version, packed.stream, packed.tensor = tensor._version, None, tensor.detach()
+            return packed
+
+        pack.__dict__.update(_torch.SEE_THROUGH)
+        return pack
+
+    def forward(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], outer: Run | None) -> Any:
+        """Runs the function; the outermost region once more, with less kept, where memory runs out."""
+        if outer is not None and outer.replaying:  # what it saves belongs to a graph that is dropped at once
+            return super().forward(fn, args, kwargs, outer)
+        outermost = outer is None and not here.again
+        self.kept = self.was_kept = self.part.forward(self)
+        self.transient = True  # so that the first tensor that backward reads is seen
+        self.thread = threading.get_ident()
+        failed = None
+        try:
+            if outermost:
+                here.again = True
+                result = super().forward(self._watched_for_failure(fn), args, kwargs, outer)
+            else:
+                result = super().forward(fn, args, kwargs, outer)
+        except _Failed as failure:
+            failed = failure.args[0]
+        except BaseException:
+            self.kept = False
+            raise
+        finally:
+            self.thread = None
+            if outermost:
+                here.again = False
+        if failed is not None:
+            self.kept = False
+            return self._once_more(failed, fn, args, kwargs)
+        for record in self._own_saved_calls():
+            record.settle()
+        self.part.forward_ended(self)
+        return result
+
+    def _watched_for_failure(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        given = self.inputs.given
+        versions = [*map(version_of, given)]
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return fn(*args, **kwargs)
+            except Exception as error:
+                if not is_exhaustion(error):
+                    raise
+                changed = self.part.unrepeatable()
+                if [*map(version_of, given)] != versions or self.replay_state.changed():
+                    changed = "a tensor that it was given, a weight or a large buffer has been changed in place"
+                if not changed:
+                    self.replay_state.undo()
+                raise _Failed((error, changed)) from None
+
+        return watched
+
+    def _once_more(self, failed: tuple[Exception, str], fn: Any, args: Any, kwargs: Any) -> Any:
+        error, changed = failed
+        clear(error)
+        if changed or not self.part.failed(self, self.attempt):
+            self._give_up(error, changed, replaying=False)
+            raise error
+        again = type(self)(self.part, self.options, fn, args, kwargs, None)
+        again.attempt = self.attempt + 1
+        del error, failed
+        return again.forward(fn, args, kwargs, None)
+
+    def _give_up(self, error: Exception, changed: str, *, replaying: bool) -> None:
+        more = _not_repeatable(self.name, changed) if changed else self.part.shortage()
+        error.args = ("\n".join([*map(str, error.args), f"  {more}"]),)
+        tell(error, self.name, replaying=replaying)
+
+    # --- eviction -------------------------------------------------------------------------------------------------
+
+    def evict(self, saved: bool) -> bool:
+        """Empties the slots, and with `saved` what saved calls keep; returns whether there was something to empty.
+
+        A call whose backward has begun stays, and so does one that another thread is busy with.
+        """
+        if self.started or not (self.complete or self.thread == threading.get_ident()):
+            return False
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            kept, self.kept = self.kept, False
+            if kept:
+                self.release()
+            emptied = [record.empty() for record in self._own_saved_calls()] if saved and self.complete else []
+            return kept or any(emptied)
+        finally:
+            self._lock.release()
+
+    # --- backward -------------------------------------------------------------------------------------------------
+
+    def let_go(self, slot: Slot, tensor: torch.Tensor) -> None:
+        """Notes the first tensor that backward reads of a call that was not replayed; of others, empties the slot."""
+        if self.started:
+            if not any(record.stores(slot) for record in self._own_saved_calls()):
+                super().let_go(slot, tensor)
+        elif _torch.graph_task_id() != -1:
+            self.started, self.transient = True, False
+            task = this_task()
+            if task.kept:
+                task.region_calls.append(weakref.ref(self))
+            self.part.backward(self)
+
+    def _own_saved_calls(self) -> Iterator[ElasticSavedCall]:
+        yield from (record for record in self._saved_calls() if isinstance(record, ElasticSavedCall))
+
+    def end(self, kept: bool, split: bool) -> None:
+        """At the end of a backward that retains its graph: a kept call may be evicted again."""
+        if self.kept:
+            self.started, self.transient = False, True
+            self.part.waits(self)
+        else:
+            super().end(kept, split)
+
+    def _replay(self, opened: Slot) -> int:
+        outermost, attempt = not here.again, 0
+        self.started = True
+        self.part.replay(self)
+        while True:
+            try:
+                here.again = True
+                filled = super()._replay(opened)
+                break
+            except Exception as error:
+                if not outermost or not is_exhaustion(error):
+                    raise
+                clear(error)
+                self.release()
+                if not self.part.failed(self, attempt):
+                    here.again = False
+                    self._give_up(error, "", replaying=True)
+                    raise
+            finally:
+                if outermost:
+                    here.again = False
+            attempt += 1
+        self.part.replay_ended(self)
+        return filled
+
+
+def clear(error: BaseException) -> None:
+    """Clears the locals of the frames that an error has left: they hold tensors."""
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__context__
+
+
+def _in_graph(region: str) -> str:
+    """Text for an elastic region in a CUDA graph."""
+    return (
+        f"{region} is elastic, and a CUDA graph is captured: every launch of the graph would keep or drop what this "
+        "one does, whatever memory is free then.\n"
+        "  Capture a step with plain regions (leave elastic= out), or leave this region out of the graph."
+    )

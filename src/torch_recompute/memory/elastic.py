@@ -1,0 +1,462 @@
+"""The pool of elastic regions: who keeps its activations, who is evicted, and when.
+
+A step is cut into stretches by boundaries: a region's forward, its end, the first tensor that backward reads of a kept
+call, a replay and its end. What each stretch takes above what was alive when it began is learned from the meter, by the
+size of the call; before a stretch, calls are evicted until what it will take fits under the limit. So room is made
+before memory runs out, and never in the middle of a kernel.
+
+What backward needs last is evicted first: the oldest call, or, where microbatches overlap (seen when backward begins
+with an older call of a region while a newer one waits), the newest microbatch's oldest. A region's first call is never
+kept: it shows what the region takes at the least, and proves in the first step that it can be replayed.
+
+For a size that was not seen, what is needed is interpolated between its neighbours, and above the largest it is taken
+to grow with the square: too much, for one step, rather than too little.
+
+Rejected: a policy per operation (DTR, Kirisame et al., ICLR 2021), whose fragmentation costs most where memory is
+shortest; retrying alone, which cannot repeat a node of the graph.
+
+Invariants: nothing here waits for the device, and after a region's first call no mode is active. The pool's lock is
+never held while a region's is waited for.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import threading
+import time
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import errors
+from .._text import shown, table
+from ..engine.elastic import ElasticCall
+from ..plan.budget import as_budget, read_budget
+from .free import memory_of
+from .meter import Meter, meter_for
+
+KEPT, DROPPED, AFTER, BACKWARD, REPLAY = "forward, kept", "forward, dropped", "after the forward", "backward", "replay"
+"""The stretches of a step: each begins at a boundary of a region and ends at the next boundary of any."""
+
+FINE = 5  # bits of a size that tell it from others: 16 steps from one power of two to the next
+
+
+class _Needs:
+    """The most bytes that one stretch of a region was seen to take, by the size of the call in bytes."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[int, int]] = {}  # by the size in steps: the largest size, and the most bytes
+
+    def learn(self, size: int, taken: int) -> None:
+        """Notes what a stretch has taken."""
+        step = size >> max(0, size.bit_length() - FINE) << max(0, size.bit_length() - FINE)
+        largest, most = self._seen.get(step, (0, 0))
+        self._seen[step] = max(size, largest), max(taken, most)
+
+    def of(self, size: int) -> int | None:
+        """What the stretch will take at a size: between two that were seen, the chord; beyond, the square."""
+        points = sorted(self._seen.values())
+        place = bisect.bisect_left(points, (size, 0))
+        if not points:
+            return None
+        if place == len(points):
+            known, taken = points[-1]
+            return round(taken * max(1.0, size / max(1, known)) ** 2)
+        above, most = points[place]
+        if place == 0 or above == size:
+            return most
+        below, least = points[place - 1]
+        return round(least + (max(most, least) - least) * (size - below) / (above - below))
+
+
+@shown
+class ElasticRow(NamedTuple):
+    """What one region did.
+
+    Attributes:
+        name: The region's name.
+        kept: Forwards that kept what they saved.
+        dropped: Forwards that kept nothing.
+        evicted: How many of those kept were evicted before their backward.
+        emptied: How many calls also lost what their saved calls had kept.
+        replayed: Replays.
+        run_again: Forwards and replays that were run again because an allocation had failed.
+        seconds: Seconds of the replays: on CUDA of the device, else of the host.
+    """
+
+    name: str
+    kept: int
+    dropped: int
+    evicted: int
+    emptied: int
+    replayed: int
+    run_again: int
+    seconds: float
+
+
+@shown
+class ElasticReport(NamedTuple):
+    """What a pool of elastic regions did so far.
+
+    Attributes:
+        rows: One per region, in the order of their first calls.
+        limit: The limit in bytes; 0 before the first call where it is "fit".
+        miss: The least bytes that were left under the limit, slack included; None before the second boundary.
+        where: The stretch at whose highest point that was.
+    """
+
+    rows: tuple[ElasticRow, ...]
+    limit: int
+    miss: int | None
+    where: str
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all replays."""
+        return sum(row.seconds for row in self.rows)
+
+    def __str__(self) -> str:
+        lines = [("kept", "dropped", "evicted", "with saved calls", "replayed", "run again", "replay ms", "region")]
+        for row in self.rows:
+            *_, seconds = row
+            lines.append((*map(str, row[1:-1]), f"{1000 * seconds:.1f}", row.name))
+        replays = sum(row.replayed for row in self.rows)
+        text = f"elastic under {errors.size(self.limit)}: {replays} replays, {1000 * self.seconds:.1f} ms"
+        if self.miss is not None:
+            near = f"{errors.size(self.miss)} were left" if self.miss >= 0 else f"{errors.size(-self.miss)} above it"
+            text += f"; nearest to the limit: {near}, {self.where}"
+        return "\n".join([text, *table(lines, right=7)])
+
+
+class Elastic:
+    """Memory that regions share: each keeps its activations while they fit, and is recomputed where they do not.
+
+        memory = Elastic("72GiB")
+        layers = [recompute(block, elastic=memory) for block in blocks]
+        ...
+        print(memory.report())
+        memory.limit = "40GiB"          # between steps
+
+    One object for all regions of a device. Gradients are those of the plain call whatever is evicted.
+
+    Args:
+        limit: The most bytes alive at any time, weights and everything else included: bytes, "72GiB", or "fit" for
+            what the device has for this process when the first region is called.
+        slack: The share of the limit that is left free, for what a stretch may take beyond what was learned.
+        group: A process group of the ranks that must replay the same regions, because a region repeats a collective:
+            they agree before a microbatch's backward. By default each rank decides for itself, and an elastic region
+            with such a collective is refused.
+        to: A store such as `OnHost()`: a call is moved there in the place of being emptied where copying back is
+            expected to be faster than its replay.
+        meter: Says what is alive: `live()`, `reset_lap()` and `lap()`, in bytes. By default the device's allocator.
+        always: Evict every call when its forward ends, however much memory is free: the same path as under pressure,
+            to test it and to see the least that a limit can be.
+
+    Raises:
+        ArgumentError: The limit is no number of bytes, or the slack is not between 0 and 1. In a forward: the limit is
+            below what is resident, or a region repeats a collective and there is no `group`.
+
+    The ideas are those of dynamic rematerialization (DTR, Kirisame et al., ICLR 2021) with regions as units.
+    """
+
+    def __init__(
+        self,
+        limit: int | str = "fit",
+        *,
+        slack: float = 0.05,
+        group: Any = None,
+        to: Any = None,
+        meter: Meter | None = None,
+        always: bool = False,
+    ) -> None:
+        if not 0 <= slack < 1:
+            raise errors.ArgumentError(
+                f"slack={slack!r} is the share of the limit that is left free, from 0 to below 1.\n"
+                '  Write Elastic("72GiB", slack=0.05).'
+            )
+        if to is not None and not (hasattr(to, "put") and hasattr(to, "get")):
+            raise errors.ArgumentError(errors.not_a_store("to", to))
+        self.slack, self.group, self.always = slack, group, always
+        self.store = to
+        self.meter = meter
+        self.overlapping = False  # whether microbatches overlap: backward begins with an older call of a region
+        self._parts: weakref.WeakKeyDictionary[Any, dict[str, _Part]] = weakref.WeakKeyDictionary()
+        self._all: list[_Part] = []
+        self._calls: dict[int, weakref.ref[ElasticCall]] = {}  # complete or in forward, and backward has not begun
+        self._lock = threading.RLock()
+        self._stretch: tuple[_Part, str, int, int] | None = None  # of whom, which, its size, what was alive
+        self._miss: tuple[int, str] | None = None
+        self.limit = limit
+
+    # --- for the user ---------------------------------------------------------------------------------------------
+
+    @property
+    def limit(self) -> int:
+        """The limit in bytes; 0 for "fit" before the first call. May be set between steps."""
+        return self._limit
+
+    @limit.setter
+    def limit(self, limit: int | str) -> None:
+        budget = read_budget(limit)
+        if budget.share is not None:
+            raise errors.ArgumentError(
+                f"limit={limit!r} is a share, and a limit is of all that is alive on the device.\n"
+                '  Write bytes, "72GiB", or "fit" for what the device has.'
+            )
+        with self._lock:
+            self._limit, self._checked = budget.bytes or 0, False
+
+    def report(self) -> ElasticReport:
+        """Reports what each region did so far. On CUDA it waits for the last replays to be timed."""
+        with self._lock:
+            miss, where = self._miss or (None, "")
+            return ElasticReport(tuple(part.row() for part in self._all), self._limit, miss, where)
+
+    # --- for regions ----------------------------------------------------------------------------------------------
+
+    def calls(self, fn: Callable[..., Any], name: str) -> Callable[..., ElasticCall]:
+        """Returns what makes the calls of a region: of one function there is one part, however often it is wrapped."""
+        owner: Any = getattr(fn, "__self__", fn)
+        if isinstance(owner, types.FunctionType):
+            owner = owner.__code__
+        try:
+            parts = self._parts.setdefault(owner, {})
+        except TypeError:  # nothing that can be referred to weakly
+            parts = self._parts.setdefault(type(owner), {})
+        with self._lock:
+            if name not in parts:
+                parts[name] = _Part(self, name)
+            return functools.partial(ElasticCall, parts[name])
+
+    # --- stretches ------------------------------------------------------------------------------------------------
+
+    def begin(self, part: _Part, kind: str, call: ElasticCall, need: int = 0) -> None:
+        """Begins a stretch, after what it will take has been made room for."""
+        self.end()
+        self.make_room(part.needs[kind].of(call.size) or need)
+        self._open(part, kind, call.size)
+
+    def _open(self, part: _Part, kind: str, size: int) -> None:
+        meter = self._metered()
+        meter.reset_lap()
+        self._stretch = part, kind, size, meter.live()
+
+    def end(self) -> None:
+        """Ends the stretch that runs, and learns from it.
+
+        What comes after the last call that waits for its backward is left out: the optimizer's step, and its state.
+        """
+        if self._stretch is None:
+            return
+        part, kind, size, began = self._stretch
+        most, self._stretch = self._metered().lap(), None
+        if kind in (KEPT, DROPPED) or self._calls:
+            part.needs[kind].learn(size, max(0, most - began))
+        left = self._limit - most
+        if self._miss is None or left < self._miss[0]:
+            self._miss = left, f"{part.name}, {kind}"
+
+    def taken(self) -> tuple[str, int, int]:
+        """The stretch that runs, what was alive when it began, and what it has taken above that."""
+        if self._stretch is None:
+            return "", self._metered().live(), 0
+        part, kind, _, began = self._stretch
+        return f"{part.name}, {kind}", began, max(0, self._metered().lap() - began)
+
+    def room(self) -> int:
+        """The bytes that a stretch may take now."""
+        return round(self._limit * (1 - self.slack)) - self._metered().live()
+
+    def make_room(self, need: int, mine: ElasticCall | None = None) -> bool:
+        """Evicts calls until `need` bytes are free; returns whether they are.
+
+        Args:
+            need: The bytes.
+            mine: A call that begins and would keep what it saves: whatever backward needs before it stays.
+        """
+        room = self.room()
+        if need <= room:
+            return True
+        waiting = [*self._waiting(mine)]
+        if mine is not None and room + sum(call.part.held(call) for call in waiting if call.kept) < need:
+            return False  # it would not fit if everything else went
+        for saved in (False, True)[: 1 if mine is not None else 2]:
+            for call in waiting:
+                if call is mine:
+                    return False
+                if call.part.evict(call, saved):
+                    room = self.room()
+                    if need <= room:
+                        return True
+        return False
+
+    def _waiting(self, mine: ElasticCall | None = None) -> Iterator[ElasticCall]:
+        """The calls that wait for their backward: what it needs last comes first."""
+        calls = [call for ref in [*self._calls.values()] if (call := ref()) is not None]
+        if mine is not None:
+            calls = [*(call for call in calls if call is not mine), mine]
+        if self.overlapping:
+            calls.sort(key=lambda call: -call.microbatch)
+        yield from calls
+
+    def waits(self, call: ElasticCall) -> None:
+        """Notes a call whose backward is to come."""
+        number = id(call)
+        calls = self._calls
+        calls[number] = weakref.ref(call, lambda _: calls.pop(number, None))
+
+    def starts(self, call: ElasticCall) -> None:
+        """Notes that the backward of a call begins."""
+        if self._calls.pop(id(call), None) is not None and not self.overlapping:
+            self.overlapping = any(
+                other.part is call.part and other.microbatch > call.microbatch for other in self._waiting()
+            )
+
+    def check(self) -> None:
+        """Sets what "fit" means, and refuses a limit below what is resident."""
+        if not self._checked and not self._calls:
+            live = self._metered().live()
+            self._limit = self._limit or live + memory_of(self._device)[0]
+            self._checked = True
+            if live > self._limit * (1 - self.slack):
+                raise errors.ArgumentError(
+                    f"Elastic({as_budget(self._limit)!r}): {errors.size(live)} are alive before the first elastic "
+                    f"region runs (weights, gradients, optimizer), and with slack={self.slack} only "
+                    f"{errors.size(round(self._limit * (1 - self.slack)))} may be.\n"
+                    f'  Write a limit above that, such as memory.limit = "{as_budget(2 * live)}".'
+                )
+
+    def _metered(self) -> Meter:
+        if self.meter is None:
+            self.meter = meter_for(self._device)
+        return self.meter
+
+    @functools.cached_property
+    def _device(self) -> torch.device:
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
+
+
+class _Part:
+    """One region's part of a pool; see `engine.elastic.Part`.
+
+    Attributes:
+        needs: What each stretch that begins here takes.
+    """
+
+    def __init__(self, pool: Elastic, name: str) -> None:
+        self.pool, self.name = pool, name
+        self.needs = {kind: _Needs() for kind in (KEPT, DROPPED, AFTER, BACKWARD, REPLAY)}
+        self._saved = _Needs()
+        self._counts = dict.fromkeys(ElasticRow._fields[1:-1], 0)
+        self._began: float = 0.0
+        self._seconds = 0.0
+
+    def forward(self, call: ElasticCall) -> bool:
+        """Makes room for a forward, and returns whether the call is to keep what it saves."""
+        pool = self.pool
+        with pool._lock:
+            pool.end()
+            pool.check()
+            if not (self._counts["kept"] or self._counts["dropped"]):
+                pool._all.append(self)
+            mine = [other.microbatch for other in pool._waiting() if other.part is self]
+            call.microbatch = 1 + max(mine) if mine else 0
+            lean = self.needs[DROPPED].of(call.size)
+            keeps = lean is not None and not call.attempt and not pool.always
+            if keeps:
+                saved, seen = self._saved.of(call.size), self.needs[KEPT].of(call.size)
+                need = min(seen if seen is not None else saved + lean, saved + lean)
+                keeps = pool.make_room(need, call)
+            if not keeps:
+                pool.make_room(lean or 0)
+            self._counts["kept" if keeps else "dropped"] += 1
+            if keeps:
+                pool.waits(call)
+            pool._open(self, KEPT if keeps else DROPPED, call.size)
+            return keeps
+
+    def forward_ended(self, call: ElasticCall) -> None:
+        """Notes a call whose forward is over, and makes room for what comes next."""
+        pool = self.pool
+        with pool._lock:
+            pool.end()
+            pool.waits(call)
+            if not call.kept:
+                self._saved.learn(call.size, call.saved_bytes())
+            pool.begin(self, AFTER, call)
+
+    def backward(self, call: ElasticCall) -> None:
+        """Makes room for the backward of a kept call, which begins now."""
+        with self.pool._lock:
+            self.pool.starts(call)
+            self.pool.begin(self, BACKWARD, call)
+
+    def waits(self, call: ElasticCall) -> None:
+        """Notes a kept call whose graph was retained: its backward may come again."""
+        with self.pool._lock:
+            self.pool.waits(call)
+
+    def replay(self, call: ElasticCall) -> None:
+        """Makes room for a replay."""
+        with self.pool._lock:
+            self._counts["replayed"] += 1
+            self.pool.starts(call)
+            self.pool.begin(self, REPLAY, call)
+            self._began = time.perf_counter()
+
+    def replay_ended(self, call: ElasticCall) -> None:
+        """Makes room for the backward of a call that has been replayed."""
+        with self.pool._lock:
+            self._seconds += time.perf_counter() - self._began
+            self.pool.begin(self, BACKWARD, call)
+
+    def held(self, call: ElasticCall) -> int:
+        """The bytes that a kept call is expected to hold."""
+        return self._saved.of(call.size) or 0
+
+    def evict(self, call: ElasticCall, saved: bool) -> bool:
+        """Evicts a call, and with `saved` what its saved calls keep; returns whether there was something."""
+        kept = call.kept
+        if not call.evict(saved):
+            return False
+        self._counts["evicted"] += kept
+        self._counts["emptied"] += saved
+        return True
+
+    def failed(self, call: ElasticCall, attempt: int) -> bool:
+        """Evicts others after an allocation has failed; returns whether to try again."""
+        pool = self.pool
+        with pool._lock:
+            *_, taken = pool.taken()
+            before = sum(self._evictions())
+            pool.make_room(1 << 62 if attempt else pool.room() + max(1, taken))
+            again = sum(self._evictions()) > before or call.was_kept
+            self._counts["run_again"] += again
+            return again
+
+    def _evictions(self) -> Iterator[int]:
+        for part in self.pool._all:
+            yield part._counts["evicted"] + part._counts["emptied"]
+
+    def unrepeatable(self) -> str:
+        """A sentence on why a forward cannot be run again; "" where it can."""
+        return ""
+
+    def shortage(self) -> str:
+        """The sentences for an error that memory ran out although nothing is left to evict."""
+        pool = self.pool
+        with pool._lock:
+            where, began, taken = pool.taken()
+            return (
+                f"Nothing is left to evict under the limit of {errors.size(pool.limit)}: {errors.size(began)} were "
+                f"alive when this stretch began ({where}), and it had taken {errors.size(taken)} when an allocation "
+                f"failed. The step needs more than {errors.size(began + taken)}."
+            )
+
+    def row(self) -> ElasticRow:
+        """What the region did."""
+        return ElasticRow(self.name, *self._counts.values(), self._seconds)
