@@ -16,6 +16,7 @@ import sysconfig
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -141,6 +142,16 @@ def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
     yield
     torch.compiler.reset()
+
+
+@pytest.fixture
+def limited() -> Any:
+    """The context in which the CPU's allocator counts, has a limit, and fails on demand: `support/limited.py`."""
+    from support import limited
+
+    if why := limited.missing():
+        pytest.skip(why)
+    return limited.limited
 
 
 @pytest.fixture
