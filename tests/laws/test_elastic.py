@@ -15,14 +15,17 @@ import pytest
 
 pytest.importorskip("hypothesis")
 
-from hypothesis import HealthCheck, given, seed, settings
+import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
 
 import torch_recompute as tr
 from support.elastic import Script
-from support.programs import Ours, Program, compare, programs
+from support.limited import Limited, limited, missing
+from support.programs import Ours, Plain, Program, compare, counted, execute, programs
 
 COUNT = int(os.environ.get("TORCH_RECOMPUTE_PROGRAMS", "1000")) // 4
 SHARDS = 2
+PROGRAMS_THAT_FAIL, MOST_ALLOCATIONS = 60, 600
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
 SCRIPTS = [(when, saved) for when in ("never", "forward", "half", "inside") for saved in (False, True)]
 
@@ -34,6 +37,7 @@ class Elastically(Ours):
         super().__init__()
         draw = random.Random(program.seed)
         self.scripts = [Script(*draw.choice(SCRIPTS), keep=draw.random() < 0.8) for _ in range(3)]
+        self.saved_calls_last = not any(script.saved for script in self.scripts)
         self._next = 0
 
     def names(self) -> dict[str, object]:
@@ -66,3 +70,62 @@ def test_elastic_programs_do_what_plain_pytorch_does(shard: int, capsys: pytest.
         print("\n  " + ", ".join(f"{count} {what}" for what, count in seen.items()), end=" ")
     assert seen["with an eviction"] > 0.2 * seen["programs"]
     assert seen["with a replay"] > 0.08 * seen["programs"]
+
+
+class Failing(Elastically):
+    """The library with elastic regions, on an allocator whose n-th allocation in the program fails."""
+
+    def __init__(self, program: Program, memory: Limited, nth: int) -> None:
+        super().__init__(program)
+        self._memory, self._nth = memory, nth
+        for script in self.scripts:
+            script.retries = 2
+
+    def names(self) -> dict[str, object]:
+        found = super().names()
+        self._memory.fail_at(self._nth)
+        return found
+
+    def finish(self) -> None:
+        self._memory.fail_at(None)
+        super().finish()
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_an_allocation_that_fails_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every third allocation of a step fails in turn: its gradients are plain PyTorch's, or the error passes."""
+    seen: Counter[str] = Counter()
+
+    @seed(5)
+    @settings(max_examples=PROGRAMS_THAT_FAIL, suppress_health_check=SLOW, phases=[Phase.generate], database=None)
+    @given(programs())
+    def run(program: Program) -> None:
+        plain = Plain()
+        with counted(), limited() as memory:
+            wanted = execute(program, plain)
+            if wanted.raised is not None or wanted.leaked:
+                return
+            for nth in range(1, MOST_ALLOCATIONS, 3):
+                before = memory.count
+                mode = Failing(program, memory, nth)
+                try:
+                    got = execute(program, mode)
+                except torch.OutOfMemoryError:  # of an allocation of the comparison itself
+                    memory.fail_at(None)
+                    continue
+                failed = got.raised is torch.OutOfMemoryError
+                seen["failures that pass"] += failed
+                seen["steps run again"] += any(script.failures for script in mode.scripts) and not failed
+                wrong = [*got.stray, *([f"{got.leaked} tensors are still alive"] if got.leaked else [])]
+                if not failed and not (got.raised is tr.ChangedError and plain.changed):
+                    same = (got.outputs, got.gradients, got.state) == (wanted.outputs, wanted.gradients, wanted.state)
+                    wrong += [] if same else [f"differs from plain PyTorch: {got.error}"]
+                assert not wrong, "\n".join([repr(program), f"allocation {nth} failed", *wrong])
+                if memory.count - before < nth:
+                    break
+
+    run()
+    with capsys.disabled():
+        print("\n  " + ", ".join(f"{count} {what}" for what, count in seen.items()), end=" ")
+    assert seen["failures that pass"] > 200
+    assert seen["steps run again"] > 100

@@ -280,7 +280,7 @@ class ElasticCall(RegionCall):
         self.kept = self.was_kept = self.part.forward(self)
         self.transient = True  # so that the first tensor that backward reads is seen
         self.thread = threading.get_ident()
-        failed = None
+        failed: list[tuple[Exception, str]] = []
         try:
             if outermost:
                 here.again = True
@@ -288,7 +288,7 @@ class ElasticCall(RegionCall):
             else:
                 result = super().forward(fn, args, kwargs, outer)
         except _Failed as failure:
-            failed = failure.args[0]
+            failed.append(failure.args[0])
         except BaseException:
             self.kept = False
             raise
@@ -296,7 +296,7 @@ class ElasticCall(RegionCall):
             self.thread = None
             if outermost:
                 here.again = False
-        if failed is not None:
+        if failed:
             self.kept = False
             return self._once_more(failed, fn, args, kwargs)
         for record in self._own_saved_calls():
@@ -323,15 +323,17 @@ class ElasticCall(RegionCall):
 
         return watched
 
-    def _once_more(self, failed: tuple[Exception, str], fn: Any, args: Any, kwargs: Any) -> Any:
-        error, changed = failed
-        clear(error)
-        if changed or not self.part.failed(self, self.attempt):
-            self._give_up(error, changed, replaying=False)
-            raise error
+    def _once_more(self, failed: list[tuple[Exception, str]], fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        error, changed = failed.pop()
+        try:
+            clear(error)
+            if changed or not self.part.failed(self, self.attempt):
+                self._give_up(error, changed, replaying=False)
+                raise error
+        finally:
+            del error  # whose traceback leads back to this frame
         again = type(self)(self.part, self.options, fn, args, kwargs, None)
         again.attempt = self.attempt + 1
-        del error, failed
         return again.forward(fn, args, kwargs, None)
 
     def _give_up(self, error: Exception, changed: str, *, replaying: bool) -> None:
