@@ -11,7 +11,7 @@ makes room: a forward, the end of a forward, the first tensor that backward read
 Saved calls are kept in slots too, as a second grade: evicted with `saved=False`, the region is replayed as usual and
 they are skipped; with `saved=True` they are emptied as well, and the replay makes them again.
 
-An allocation that fails in a forward or replay is the exception, not the way: what the forward did to generators,
+A `torch.OutOfMemoryError` in a forward or replay is the exception, not the way: what the forward did to generators,
 buffers and modules is undone, and it runs again with more room. Only the outermost region does so, because the records
 of a region around it already count what it saved. An allocation that fails in a node of the graph cannot be repeated.
 Rejected: to rely on that alone (of 192 steps under a limit, 21 failed in backward; with boundaries none).
@@ -34,7 +34,7 @@ from .. import _torch, errors
 from .._torch import tracing, version_of
 from .._torch.devices import capturing
 from .._torch.tensors import meta, say
-from ..observer import here, is_exhaustion, tell
+from ..observer import here, tell
 from ..stores import Store
 from ..values import Run, thread
 from .backward_task import this_task
@@ -311,9 +311,7 @@ class ElasticCall(RegionCall):
         def watched(*args: Any, **kwargs: Any) -> Any:
             try:
                 return fn(*args, **kwargs)
-            except Exception as error:
-                if not is_exhaustion(error):
-                    raise
+            except torch.OutOfMemoryError as error:
                 changed = self.part.unrepeatable()
                 if [*map(version_of, given)] != versions or self.replay_state.changed():
                     changed = "a tensor that it was given, a weight or a large buffer has been changed in place"
@@ -395,8 +393,8 @@ class ElasticCall(RegionCall):
                 here.again = True
                 filled = super()._replay(opened)
                 break
-            except Exception as error:
-                if not outermost or not is_exhaustion(error):
+            except torch.OutOfMemoryError as error:
+                if not outermost:
                     raise
                 clear(error)
                 self.release()
