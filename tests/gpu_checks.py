@@ -673,6 +673,39 @@ def peaks(on: str) -> str:
     return f"measured against simulated: {text}"
 
 
+@check("laps of the meter are the allocator's peaks", acts=False)
+def meters(on: str) -> str:
+    from torch_recompute import measure
+    from torch_recompute.memory.meter import meter_for
+
+    meter = meter_for(torch.device(on))
+    held = torch.empty(2**20, device=on)
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.set_sync_debug_mode("error")  # nothing here waits for the device
+    try:
+        with measure() as around:
+            torch.empty(2**22, device=on)
+            meter.reset_lap()
+            assert meter.lap() == meter.live() == torch.cuda.memory_allocated()
+            start = meter.live()
+            torch.empty(2**21, device=on)
+            with measure() as inside:
+                torch.empty(2**19, device=on)
+            assert (meter.lap() - start, meter.live() - start) == (2**23, 0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    peaks = [found.on(on).allocator_peak_bytes for found in (around, inside)]
+    assert peaks == [start + 2**24, start + 2**21], (start, peaks)
+    took: dict[str, float] = {}
+    for name in ("live", "reset_lap", "lap"):
+        begin = time.perf_counter()
+        for _ in range(1000):
+            getattr(meter, name)()
+        took[name] = (time.perf_counter() - begin) * 1000
+    del held
+    return "exact beside two measurements; " + ", ".join(f"{name} {us:.1f} us" for name, us in took.items())
+
+
 PLANNED = """
 import sys, torch
 sys.path.insert(0, {here!r})

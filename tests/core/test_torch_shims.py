@@ -29,6 +29,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import GraphExecGroup, set_checkpoint_debug_enabled, set_checkpoint_early_stop
 
@@ -834,6 +835,22 @@ def memory_is_found_again_while_it_is_alive(t: Any) -> Any:
 
 
 row("storages.profiling", [False, True], lambda t: asked(t.storages.profiling, t.storages.cpu_allocations))
+
+
+@row("storages.note_allocations storages.noted_allocations", (None, [64, -64], None, True))
+def allocations_are_noted_until_they_are_asked_for(t: Any) -> Any:
+    """What is allocated in between, once; profilers see operations again afterwards, and theirs is never ended."""
+    before = t.storages.noted_allocations()
+    t.storages.note_allocations()
+    torch.empty(16)
+    between = t.storages.noted_allocations()
+    with profile() as found:
+        after = t.storages.noted_allocations()
+        torch.empty(16)
+    return before, between, after, "aten::empty" in [event.key for event in found.key_averages()]
+
+
+each("storages.rise", [(0, 0), (12, 8), (8, 8)], [], [8, 4, -4], [-16, 8, -16])
 
 
 @row("fakes.lay", ([[1.0, 3.0], [2.0, 4.0]], (2, 2), 0))

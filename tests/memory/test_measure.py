@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from laws.watch import no_collector, on_threads
+from support.acted import ActedAllocator
 from support.blocks import BLOCK, block
 from support.models import Made
 from support.zoo import ZOO, build, scalar_loss
@@ -536,28 +537,6 @@ def test_devices_have_books_of_their_own() -> None:
     assert m.on("cuda:7").peak_bytes == 0
     assert m.allocator_peak_bytes is None
     assert m.reserved_peak_bytes is None
-
-
-class ActedAllocator:
-    """Acts the statistics of a CUDA allocator with two devices: peaks since the last reset, and what is held now."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.now = {0: (0, 0), 1: (0, 0)}
-        self.peaks = dict(self.now)
-        patch.setattr(torch.cuda, "is_initialized", lambda: True)
-        patch.setattr(torch.cuda, "device_count", lambda: 2)
-        patch.setattr(torch.cuda, "max_memory_allocated", lambda device: self.peaks[device][0])
-        patch.setattr(torch.cuda, "max_memory_reserved", lambda device: self.peaks[device][1])
-        patch.setattr(torch.cuda, "reset_peak_memory_stats", self.reset)
-
-    def reset(self, device: int) -> None:
-        self.peaks[device] = self.now[device]
-
-    def hold(self, device: int, allocated: int, reserved: int) -> None:
-        """From now on the device has handed out and holds this much."""
-        self.now[device] = allocated, reserved
-        before = self.peaks[device]
-        self.peaks[device] = max(before[0], allocated), max(before[1], reserved)
 
 
 def test_allocated_against_reserved(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,9 @@ from torch_recompute.distributed import (
 from torch_recompute.distributed.agreement import compare
 from torch_recompute.engine import mismatch
 from torch_recompute.integrations import huggingface, lightning, policies
+from torch_recompute.memory import meter
 from torch_recompute.memory.free import free_bytes
+from torch_recompute.memory.meter import meter_for
 from torch_recompute.plan.budget import read_budget
 from torch_recompute.plan.plan import Prediction
 from torch_recompute.plan.units import find_units, register
@@ -1179,6 +1181,8 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: Profile.from_json("[]"),
     fits_where_memory_is_unknown,
     lambda: free_bytes(nn.Linear(2, 2), torch.device("mtia")),
+    lambda: meter_for(torch.device("mtia")),
+    lambda: inside(patch.object(meter, "heap", return_value=None), lambda: meter_for(torch.device("cpu"))),
     lambda: solve(Profile("Net", "h100", COSTS, 20 * GIB), budget="fit"),
     # pipelines
     lambda: schedule_steps([Action(0, "F", 0), Action(0, "W", 0)]),

@@ -59,38 +59,68 @@ profiling: Callable[[], bool] = _autograd._profiler_enabled
 """Whether a profiler is active on this thread, which then cannot have another."""
 
 
+def note_allocations() -> None:
+    """Begins to write down what is allocated on the CPU by this thread, which must not be `profiling`.
+
+    Operations are not written down: that would be most of the cost. What begins within a node of a backward is over,
+    and lost, where the node ends: autograd gives each the state that its thread had when the backward was called.
+    """
+    config = _profiler.ProfilerConfig(
+        _profiler.ProfilerState.CPU, False, True, False, False, False, _profiler._ExperimentalConfig()
+    )
+    _autograd._enable_record_function(False)
+    _autograd._enable_profiler_legacy(config)
+
+
+def noted_allocations() -> list[int] | None:
+    """The bytes allocated since `note_allocations`, in order, negative where they are freed; None where that is over.
+
+    What other threads allocate is not seen.
+    """
+    if _autograd._profiler_type() != _profiler.ActiveProfilerType.LEGACY:
+        return None
+    events = [event for thread in _autograd._disable_profiler_legacy() for event in thread]
+    _autograd._enable_record_function(True)
+    return [int(event.cpu_memory_usage()) for event in events if event.kind() == "memory_alloc"]
+
+
 def cpu_allocations(call: Callable[[], object]) -> list[int]:
     """The bytes allocated, in order, by a call on this thread; negative where they are freed.
 
     The result of the call is alive until all is written down. What other threads allocate for it is not seen.
     """
-    config = _profiler.ProfilerConfig(
-        _profiler.ProfilerState.CPU, False, True, False, False, False, _profiler._ExperimentalConfig()
-    )
     result: object = None
-    _autograd._enable_profiler_legacy(config)
+    sizes: list[int] | None = None
+    note_allocations()
     try:
         result = call()
     finally:
-        events = [event for thread in _autograd._disable_profiler_legacy() for event in thread]
+        sizes = noted_allocations()
         del result
-    return [int(event.cpu_memory_usage()) for event in events if event.kind() == "memory_alloc"]
+    return sizes or []
+
+
+def rise(sizes: Iterable[int]) -> tuple[int, int]:
+    """The most bytes by which allocations rise above where they began, and how far above they end.
+
+    That older memory is freed is left out: PyTorch rarely tells, and then with the size of what it last saw there.
+    """
+    alive: Counter[int] = Counter()
+    level = most = 0
+    for size in sizes:
+        if size > 0 or alive[-size]:
+            alive[abs(size)] += 1 if size > 0 else -1
+            level += size
+            most = max(most, level)
+    return most, level
 
 
 def cpu_bytes_between(call: Callable[[], object], left: Callable[[], int] = int) -> int:
     """The bytes by which a call's allocations rise, while it runs, above what is left of them at its end.
 
-    That older memory is freed is left out: PyTorch rarely tells, and then with the size of what it last saw there.
-
     Args:
         call: The call.
-        left: Says afterwards how much of it is left at least, should such a size be that of something new.
+        left: Says afterwards how much of it is left at least, should a size be that of something new, see `rise`.
     """
-    alive: Counter[int] = Counter()
-    level = most = 0
-    for size in cpu_allocations(call):
-        if size > 0 or alive[-size]:
-            alive[abs(size)] += 1 if size > 0 else -1
-            level += size
-            most = max(most, level)
+    most, level = rise(cpu_allocations(call))
     return max(0, most - max(level, left()))

@@ -8,8 +8,9 @@ the machine has. Linux says both in files; elsewhere psutil does. An accelerator
 from __future__ import annotations
 
 import ctypes
+import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +67,22 @@ class _Heap(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in _names]
 
 
-def heap() -> tuple[int, int] | None:
-    """Returns the bytes of this process's heap that are in use, and all it holds; None where the C library is mute."""
+@functools.cache
+def _mallinfo() -> Callable[[], Any] | None:
     try:
         ask = ctypes.CDLL(None).mallinfo2
     except (AttributeError, OSError, TypeError):
         return None
     ask.restype = _Heap
-    now: Any = ask()
+    return ask
+
+
+def heap() -> tuple[int, int] | None:
+    """Returns the bytes of this process's heap that are in use, and all it holds; None where the C library is mute."""
+    ask = _mallinfo()
+    if ask is None:
+        return None
+    now = ask()
     return now.uordblks + now.hblkhd, now.arena + now.hblkhd
 
 
