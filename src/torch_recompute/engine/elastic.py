@@ -8,6 +8,8 @@ holds in all three placements: kept, evicted, evicted between two halves of a ba
 Who decides is the region's part of a pool (`Part`; `memory/elastic.py`). It is told of four boundaries, before which it
 makes room: a forward, the end of a forward, the first tensor that backward reads of a kept call, and a replay.
 
+A pool with a store may move what a call keeps there in the place of dropping it; it then comes back slot by slot.
+
 Saved calls are kept in slots too, as a second grade: evicted with `saved=False`, the region is replayed as usual and
 they are skipped; with `saved=True` they are emptied as well, and the replay makes them again.
 
@@ -35,7 +37,7 @@ from .._torch import tracing, version_of
 from .._torch.devices import capturing
 from .._torch.tensors import meta, say
 from ..observer import here, tell
-from ..stores import Store
+from ..stores import Kept, Store
 from ..values import Run, thread
 from .backward_task import this_task
 from .region_call import Options, RegionCall, Replay
@@ -242,12 +244,12 @@ class ElasticCall(RegionCall):
             raise errors.ArgumentError(_in_graph(options.name))
         super().__init__(options, fn, args, kwargs, outer)
         self.part = part
+        self._moved: weakref.WeakKeyDictionary[Slot, Kept] = weakref.WeakKeyDictionary()
         self.size = sum(tensor.numel() * tensor.element_size() for tensor in self.inputs.given)
 
     def saved_bytes(self) -> int:
         """Bytes of the tensors that a replay would rebuild, each as large as it is said to be."""
-        slots = [*self.slots, *(ref for record in self._own_saved_calls() for ref in record.rebuilt())]
-        metas = [slot.meta for ref in slots if (slot := ref()) is not None]
+        metas = [slot.meta for slot in self._rebuilt()]
         return sum(shape.numel() * dtype.itemsize for shape, dtype, _ in metas)
 
     def alias(self, record: SavedCall) -> None:
@@ -341,10 +343,14 @@ class ElasticCall(RegionCall):
 
     # --- eviction -------------------------------------------------------------------------------------------------
 
-    def evict(self, saved: bool) -> bool:
+    def evict(self, saved: bool, to: Store | None = None) -> bool:
         """Empties the slots, and with `saved` what saved calls keep; returns whether there was something to empty.
 
         A call whose backward has begun stays, and so does one that another thread is busy with.
+
+        Args:
+            saved: Whether what saved calls keep goes too.
+            to: A store that what the slots hold is moved to.
         """
         if self.started or not (self.complete or self.thread == threading.get_ident()):
             return False
@@ -353,20 +359,47 @@ class ElasticCall(RegionCall):
         try:
             kept, self.kept = self.kept, False
             if kept:
+                if to is not None:
+                    self._move(to)
                 self.release()
             emptied = [record.empty() for record in self._own_saved_calls()] if saved and self.complete else []
             return kept or any(emptied)
         finally:
             self._lock.release()
 
+    def _rebuilt(self) -> Iterator[Slot]:
+        """The slots that a replay fills."""
+        refs = [*self.slots, *(ref for record in self._own_saved_calls() for ref in record.rebuilt())]
+        yield from (slot for ref in refs if (slot := ref()) is not None)
+
+    def _move(self, store: Store) -> None:
+        for slot in self._rebuilt():
+            if isinstance(slot.tensor, torch.Tensor) and slot.tensor._version == slot.version:
+                self._moved[slot] = Kept(store, slot.tensor, self.name)
+
     # --- backward -------------------------------------------------------------------------------------------------
+
+    def rebuild(self, slot: Slot) -> torch.Tensor:
+        """Replays the region, or brings a tensor back that was moved away, and returns it."""
+        moved = self._moved.get(slot)
+        if moved is None:
+            return super().rebuild(slot)
+        self._begin()
+        tensor = moved.open()
+        slot.version, slot.stream, slot.tensor = tensor._version, None, tensor
+        return tensor
 
     def let_go(self, slot: Slot, tensor: torch.Tensor) -> None:
         """Notes the first tensor that backward reads of a call that was not replayed; of others, empties the slot."""
         if self.started:
             if not any(record.stores(slot) for record in self._own_saved_calls()):
                 super().let_go(slot, tensor)
-        elif _torch.graph_task_id() != -1:
+        else:
+            self._begin()
+
+    def _begin(self) -> None:
+        """Notes that a backward has begun to read what was not replayed."""
+        if not self.started and _torch.graph_task_id() != -1:
             self.started, self.transient = True, False
             task = this_task()
             if task.kept:

@@ -24,7 +24,6 @@ from __future__ import annotations
 import bisect
 import functools
 import threading
-import time
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -36,8 +35,9 @@ from .. import errors
 from .._text import shown, table
 from ..engine.elastic import ElasticCall
 from ..plan.budget import as_budget, read_budget
+from ..stores import bandwidth
 from .free import memory_of
-from .meter import Meter, meter_for
+from .meter import Meter, between, has_passed, meter_for, stamp
 
 KEPT, DROPPED, AFTER, BACKWARD, REPLAY = "forward, kept", "forward, dropped", "after the forward", "backward", "replay"
 """The stretches of a step: each begins at a boundary of a region and ends at the next boundary of any."""
@@ -83,6 +83,7 @@ class ElasticRow(NamedTuple):
         dropped: Forwards that kept nothing.
         evicted: How many of those kept were evicted before their backward.
         emptied: How many calls also lost what their saved calls had kept.
+        moved: How many of the evicted were moved to a store in the place of being dropped.
         replayed: Replays.
         run_again: Forwards and replays that were run again because an allocation had failed.
         seconds: Seconds of the replays: on CUDA of the device, else of the host.
@@ -93,6 +94,7 @@ class ElasticRow(NamedTuple):
     dropped: int
     evicted: int
     emptied: int
+    moved: int
     replayed: int
     run_again: int
     seconds: float
@@ -120,7 +122,8 @@ class ElasticReport(NamedTuple):
         return sum(row.seconds for row in self.rows)
 
     def __str__(self) -> str:
-        lines = [("kept", "dropped", "evicted", "with saved calls", "replayed", "run again", "replay ms", "region")]
+        head = *("kept", "dropped", "evicted", "saved calls", "moved", "replayed", "run again"), "replay ms", "region"
+        lines = [head]
         for row in self.rows:
             *_, seconds = row
             lines.append((*map(str, row[1:-1]), f"{1000 * seconds:.1f}", row.name))
@@ -129,7 +132,7 @@ class ElasticReport(NamedTuple):
         if self.miss is not None:
             near = f"{errors.size(self.miss)} were left" if self.miss >= 0 else f"{errors.size(-self.miss)} above it"
             text += f"; nearest to the limit: {near}, {self.where}"
-        return "\n".join([text, *table(lines, right=7)])
+        return "\n".join([text, *table(lines, right=8)])
 
 
 class Elastic:
@@ -320,7 +323,7 @@ class Elastic:
         """Sets what "fit" means, and refuses a limit below what is resident."""
         if not self._checked and not self._calls:
             live = self._metered().live()
-            self._limit = self._limit or live + memory_of(self._device)[0]
+            self._limit = self._limit or live + memory_of(self.device)[0]
             self._checked = True
             if live > self._limit * (1 - self.slack):
                 raise errors.ArgumentError(
@@ -332,12 +335,13 @@ class Elastic:
 
     def _metered(self) -> Meter:
         if self.meter is None:
-            self.meter = meter_for(self._device)
+            self.meter = meter_for(self.device)
         return self.meter
 
     @functools.cached_property
-    def _device(self) -> torch.device:
-        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
+    def device(self) -> torch.device:
+        """The device whose memory it is: the present CUDA device where CUDA is in use, else the CPU."""
+        return torch.device("cuda", torch.cuda.currentdevice()) if torch.cuda.is_initialized() else torch.device("cpu")
 
 
 class _Part:
@@ -352,7 +356,8 @@ class _Part:
         self.needs = {kind: _Needs() for kind in (KEPT, DROPPED, AFTER, BACKWARD, REPLAY)}
         self._saved = _Needs()
         self._counts = dict.fromkeys(ElasticRow._fields[1:-1], 0)
-        self._began: float = 0.0
+        self._timed: list[tuple[int, Any, Any]] = []  # replays by their size, from one moment to another
+        self._micros = _Needs()  # of a replay
         self._seconds = 0.0
 
     def forward(self, call: ElasticCall) -> bool:
@@ -406,12 +411,16 @@ class _Part:
             self._counts["replayed"] += 1
             self.pool.starts(call)
             self.pool.begin(self, REPLAY, call)
-            self._began = time.perf_counter()
+            self._timed.append((call.size, stamp(), None))
 
     def replay_ended(self, call: ElasticCall) -> None:
         """Makes room for the backward of a call that has been replayed."""
         with self.pool._lock:
-            self._seconds += time.perf_counter() - self._began
+            for place, (size, began, ended) in enumerate(self._timed):
+                if ended is None and size == call.size:
+                    self._timed[place] = size, began, stamp()
+                    break
+            self._take_times()
             self.pool.begin(self, BACKWARD, call)
 
     def held(self, call: ElasticCall) -> int:
@@ -420,12 +429,33 @@ class _Part:
 
     def evict(self, call: ElasticCall, saved: bool) -> bool:
         """Evicts a call, and with `saved` what its saved calls keep; returns whether there was something."""
-        kept = call.kept
-        if not call.evict(saved):
+        kept, to = call.kept, None if saved else self._goes_to(call)
+        if not call.evict(saved, to):
             return False
         self._counts["evicted"] += kept
+        self._counts["moved"] += kept and to is not None
         self._counts["emptied"] += saved
         return True
+
+    def _goes_to(self, call: ElasticCall) -> Any:
+        """The store, where bringing back what a call keeps takes less time than its replay; None elsewhere."""
+        micros = self._micros.of(call.size)
+        if self.pool.store is None or micros is None:
+            return None
+        back = self.held(call) / bandwidth(self.pool.device).todevice
+        return self.pool.store if 1e6 * back < micros else None
+
+    def _take_times(self, wait: bool = False) -> None:
+        """Takes the times of replays that the device has ended."""
+        left: list[tuple[int, Any, Any]] = []
+        for size, began, ended in self._timed:
+            if ended is None or not (wait or has_passed(ended)):
+                left.append((size, began, ended))
+                continue
+            seconds = between(began, ended)
+            self._seconds += seconds
+            self._micros.learn(size, round(1e6 * seconds))
+        self._timed = left
 
     def failed(self, call: ElasticCall, attempt: int) -> bool:
         """Evicts others after an allocation has failed; returns whether to try again."""
@@ -459,4 +489,5 @@ class _Part:
 
     def row(self) -> ElasticRow:
         """What the region did."""
+        self._take_times(wait=True)
         return ElasticRow(self.name, *self._counts.values(), self._seconds)

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from typing import Any, Protocol
 
 import torch
@@ -184,3 +185,28 @@ def _heap_follows() -> bool:
     before = _in_use()
     probe = torch.empty(_PROBE, dtype=torch.uint8, device="cpu")
     return _in_use() - before >= probe.numel()
+
+
+Moment = float | torch.cuda.Event
+
+
+def stamp() -> Moment:
+    """The present moment: on CUDA an event, so that nothing is waited for."""
+    if torch.cuda.is_initialized():
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+    return time.perf_counter()
+
+
+def has_passed(moment: Any) -> bool:
+    """Whether the device has got to a moment."""
+    return isinstance(moment, float) or moment.query()
+
+
+def between(start: Any, end: Any) -> float:
+    """Seconds from one moment to another; waits for the device."""
+    if isinstance(start, float):
+        return end - start
+    end.synchronize()
+    return start.elapsed_time(end) / 1000
