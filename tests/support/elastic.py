@@ -48,6 +48,9 @@ class Script:
         if self.when in ("forward", "inside"):
             self.evict()
 
+    def interrupted(self, call: ElasticCall) -> None:
+        pass
+
     def backward(self, call: ElasticCall) -> None:
         pass
 

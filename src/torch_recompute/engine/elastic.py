@@ -56,6 +56,10 @@ class Part(Protocol):
         """Notes a call whose forward is over, and makes room for what comes next."""
         ...
 
+    def interrupted(self, call: ElasticCall) -> None:
+        """Notes that a forward or replay has raised."""
+        ...
+
     def backward(self, call: ElasticCall) -> None:
         """Makes room for the backward of a kept call, which begins now."""
         ...
@@ -293,6 +297,7 @@ class ElasticCall(RegionCall):
             failed.append(failure.args[0])
         except BaseException:
             self.kept = False
+            self.part.interrupted(self)
             raise
         finally:
             self.thread = None
@@ -435,6 +440,9 @@ class ElasticCall(RegionCall):
                     here.again = False
                     self._give_up(error, "", replaying=True)
                     raise
+            except BaseException:
+                self.part.interrupted(self)
+                raise
             finally:
                 if outermost:
                     here.again = False

@@ -37,7 +37,7 @@ from ..engine.elastic import ElasticCall
 from ..plan.budget import as_budget, read_budget
 from ..stores import bandwidth
 from .free import memory_of
-from .meter import Meter, between, has_passed, meter_for, stamp
+from .meter import HeapMeter, Meter, between, has_passed, meter_for, stamp
 
 KEPT, DROPPED, AFTER, BACKWARD, REPLAY = "forward, kept", "forward, dropped", "after the forward", "backward", "replay"
 """The stretches of a step: each begins at a boundary of a region and ends at the next boundary of any."""
@@ -53,9 +53,13 @@ class _Needs:
 
     def learn(self, size: int, taken: int) -> None:
         """Notes what a stretch has taken."""
-        step = size >> max(0, size.bit_length() - FINE) << max(0, size.bit_length() - FINE)
+        step = _step_of(size)
         largest, most = self._seen.get(step, (0, 0))
         self._seen[step] = max(size, largest), max(taken, most)
+
+    def knows(self, size: int) -> bool:
+        """Whether a stretch of about this size was seen."""
+        return _step_of(size) in self._seen
 
     def of(self, size: int) -> int | None:
         """What the stretch will take at a size: between two that were seen, the chord; beyond, the square."""
@@ -71,6 +75,11 @@ class _Needs:
             return most
         below, least = points[place - 1]
         return round(least + (max(most, least) - least) * (size - below) / (above - below))
+
+
+def _step_of(size: int) -> int:
+    coarse = max(0, size.bit_length() - FINE)
+    return size >> coarse << coarse
 
 
 @shown
@@ -156,8 +165,8 @@ class Elastic:
         to: A store such as `OnHost()`: a call is moved there in the place of being emptied where copying back is
             expected to be faster than its replay.
         meter: Says what is alive: `live()`, `reset_lap()` and `lap()`, in bytes. By default the device's allocator.
-        always: Evict every call when its forward ends, however much memory is free: the same path as under pressure,
-            to test it and to see the least that a limit can be.
+        always: Keep nothing, however much memory is free: the same path as under pressure, to test it and to see the
+            least that a limit can be.
 
     Raises:
         ArgumentError: The limit is no number of bytes, or the slack is not between 0 and 1. In a forward: the limit is
@@ -187,11 +196,11 @@ class Elastic:
         self.store = to
         self.meter = meter
         self.overlapping = False  # whether microbatches overlap: backward begins with an older call of a region
-        self._parts: weakref.WeakKeyDictionary[Any, dict[str, _Part]] = weakref.WeakKeyDictionary()
-        self._all: list[_Part] = []
+        self._known: weakref.WeakKeyDictionary[Any, dict[str, _Part]] = weakref.WeakKeyDictionary()
+        self.parts: list[_Part] = []
         self._calls: dict[int, weakref.ref[ElasticCall]] = {}  # complete or in forward, and backward has not begun
-        self._lock = threading.RLock()
-        self._stretch: tuple[_Part, str, int, int] | None = None  # of whom, which, its size, what was alive
+        self.lock = threading.RLock()
+        self._stretch: tuple[_Part, str, int, int, bool] | None = None  # whose, which, size, what was alive, lap taken
         self._miss: tuple[int, str] | None = None
         self.limit = limit
 
@@ -210,14 +219,14 @@ class Elastic:
                 f"limit={limit!r} is a share, and a limit is of all that is alive on the device.\n"
                 '  Write bytes, "72GiB", or "fit" for what the device has.'
             )
-        with self._lock:
+        with self.lock:
             self._limit, self._checked = budget.bytes or 0, False
 
     def report(self) -> ElasticReport:
         """Reports what each region did so far. On CUDA it waits for the last replays to be timed."""
-        with self._lock:
+        with self.lock:
             miss, where = self._miss or (None, "")
-            return ElasticReport(tuple(part.row() for part in self._all), self._limit, miss, where)
+            return ElasticReport(tuple(part.row() for part in self.parts), self._limit, miss, where)
 
     # --- for regions ----------------------------------------------------------------------------------------------
 
@@ -227,10 +236,10 @@ class Elastic:
         if isinstance(owner, types.FunctionType):
             owner = owner.__code__
         try:
-            parts = self._parts.setdefault(owner, {})
+            parts = self._known.setdefault(owner, {})
         except TypeError:  # nothing that can be referred to weakly
-            parts = self._parts.setdefault(type(owner), {})
-        with self._lock:
+            parts = self._known.setdefault(type(owner), {})
+        with self.lock:
             if name not in parts:
                 parts[name] = _Part(self, name)
             return functools.partial(ElasticCall, parts[name])
@@ -241,23 +250,33 @@ class Elastic:
         """Begins a stretch, after what it will take has been made room for."""
         self.end()
         self.make_room(part.needs[kind].of(call.size) or need)
-        self._open(part, kind, call.size)
+        self.open(part, kind, call.size)
 
-    def _open(self, part: _Part, kind: str, size: int) -> None:
+    def open(self, part: _Part, kind: str, size: int) -> None:
+        """Begins a stretch; room has been made for it.
+
+        On the CPU a lap costs time, and must end before the user's code could start a profiler. So it is taken for
+        sizes that are not known yet, and what comes after a forward is known by its two ends.
+        """
         meter = self._metered()
-        meter.reset_lap()
-        self._stretch = part, kind, size, meter.live()
+        lap = not isinstance(meter, HeapMeter) or not (kind == AFTER or part.needs[kind].knows(size))
+        if lap:
+            meter.reset_lap()
+        self._stretch = part, kind, size, meter.live(), lap
 
     def end(self) -> None:
         """Ends the stretch that runs, and learns from it.
 
-        What comes after the last call that waits for its backward is left out: the optimizer's step, and its state.
+        What comes when no call waits for its backward is left out: an optimizer's step, an evaluation.
         """
         if self._stretch is None:
             return
-        part, kind, size, began = self._stretch
-        most, self._stretch = self._metered().lap(), None
-        if kind in (KEPT, DROPPED) or self._calls:
+        part, kind, size, began, lap = self._stretch
+        meter, self._stretch = self._metered(), None
+        most = meter.lap() if lap else meter.live()
+        if kind not in (KEPT, DROPPED) and not self._calls:
+            return
+        if (lap or kind == AFTER) and not getattr(meter, "missed", ""):
             part.needs[kind].learn(size, max(0, most - began))
         left = self._limit - most
         if self._miss is None or left < self._miss[0]:
@@ -267,8 +286,9 @@ class Elastic:
         """The stretch that runs, what was alive when it began, and what it has taken above that."""
         if self._stretch is None:
             return "", self._metered().live(), 0
-        part, kind, _, began = self._stretch
-        return f"{part.name}, {kind}", began, max(0, self._metered().lap() - began)
+        part, kind, _, began, lap = self._stretch
+        meter = self._metered()
+        return f"{part.name}, {kind}", began, max(0, (meter.lap() if lap else meter.live()) - began)
 
     def room(self) -> int:
         """The bytes that a stretch may take now."""
@@ -284,7 +304,7 @@ class Elastic:
         room = self.room()
         if need <= room:
             return True
-        waiting = [*self._waiting(mine)]
+        waiting = [*self.waiting(mine)]
         if mine is not None and room + sum(call.part.held(call) for call in waiting if call.kept) < need:
             return False  # it would not fit if everything else went
         for saved in (False, True)[: 1 if mine is not None else 2]:
@@ -297,7 +317,7 @@ class Elastic:
                         return True
         return False
 
-    def _waiting(self, mine: ElasticCall | None = None) -> Iterator[ElasticCall]:
+    def waiting(self, mine: ElasticCall | None = None) -> Iterator[ElasticCall]:
         """The calls that wait for their backward: what it needs last comes first."""
         calls = [call for ref in [*self._calls.values()] if (call := ref()) is not None]
         if mine is not None:
@@ -316,7 +336,7 @@ class Elastic:
         """Notes that the backward of a call begins."""
         if self._calls.pop(id(call), None) is not None and not self.overlapping:
             self.overlapping = any(
-                other.part is call.part and other.microbatch > call.microbatch for other in self._waiting()
+                other.part is call.part and other.microbatch > call.microbatch for other in self.waiting()
             )
 
     def check(self) -> None:
@@ -341,7 +361,7 @@ class Elastic:
     @functools.cached_property
     def device(self) -> torch.device:
         """The device whose memory it is: the present CUDA device where CUDA is in use, else the CPU."""
-        return torch.device("cuda", torch.cuda.currentdevice()) if torch.cuda.is_initialized() else torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
 
 
 class _Part:
@@ -349,13 +369,14 @@ class _Part:
 
     Attributes:
         needs: What each stretch that begins here takes.
+        counts: What its calls did, as in `ElasticRow`.
     """
 
     def __init__(self, pool: Elastic, name: str) -> None:
         self.pool, self.name = pool, name
         self.needs = {kind: _Needs() for kind in (KEPT, DROPPED, AFTER, BACKWARD, REPLAY)}
         self._saved = _Needs()
-        self._counts = dict.fromkeys(ElasticRow._fields[1:-1], 0)
+        self.counts = dict.fromkeys(ElasticRow._fields[1:-1], 0)
         self._timed: list[tuple[int, Any, Any]] = []  # replays by their size, from one moment to another
         self._micros = _Needs()  # of a replay
         self._seconds = 0.0
@@ -363,12 +384,12 @@ class _Part:
     def forward(self, call: ElasticCall) -> bool:
         """Makes room for a forward, and returns whether the call is to keep what it saves."""
         pool = self.pool
-        with pool._lock:
+        with pool.lock:
             pool.end()
             pool.check()
-            if not (self._counts["kept"] or self._counts["dropped"]):
-                pool._all.append(self)
-            mine = [other.microbatch for other in pool._waiting() if other.part is self]
+            if not (self.counts["kept"] or self.counts["dropped"]):
+                pool.parts.append(self)
+            mine = [other.microbatch for other in pool.waiting() if other.part is self]
             call.microbatch = 1 + max(mine) if mine else 0
             lean = self.needs[DROPPED].of(call.size)
             keeps = lean is not None and not call.attempt and not pool.always
@@ -378,44 +399,49 @@ class _Part:
                 keeps = pool.make_room(need, call)
             if not keeps:
                 pool.make_room(lean or 0)
-            self._counts["kept" if keeps else "dropped"] += 1
+            self.counts["kept" if keeps else "dropped"] += 1
             if keeps:
                 pool.waits(call)
-            pool._open(self, KEPT if keeps else DROPPED, call.size)
+            pool.open(self, KEPT if keeps else DROPPED, call.size)
             return keeps
 
     def forward_ended(self, call: ElasticCall) -> None:
         """Notes a call whose forward is over, and makes room for what comes next."""
         pool = self.pool
-        with pool._lock:
+        with pool.lock:
             pool.end()
             pool.waits(call)
             if not call.kept:
                 self._saved.learn(call.size, call.saved_bytes())
             pool.begin(self, AFTER, call)
 
+    def interrupted(self, call: ElasticCall) -> None:
+        """Ends the stretch of a forward or replay that has raised."""
+        with self.pool.lock:
+            self.pool.end()
+
     def backward(self, call: ElasticCall) -> None:
         """Makes room for the backward of a kept call, which begins now."""
-        with self.pool._lock:
+        with self.pool.lock:
             self.pool.starts(call)
             self.pool.begin(self, BACKWARD, call)
 
     def waits(self, call: ElasticCall) -> None:
         """Notes a kept call whose graph was retained: its backward may come again."""
-        with self.pool._lock:
+        with self.pool.lock:
             self.pool.waits(call)
 
     def replay(self, call: ElasticCall) -> None:
         """Makes room for a replay."""
-        with self.pool._lock:
-            self._counts["replayed"] += 1
+        with self.pool.lock:
+            self.counts["replayed"] += 1
             self.pool.starts(call)
             self.pool.begin(self, REPLAY, call)
             self._timed.append((call.size, stamp(), None))
 
     def replay_ended(self, call: ElasticCall) -> None:
         """Makes room for the backward of a call that has been replayed."""
-        with self.pool._lock:
+        with self.pool.lock:
             for place, (size, began, ended) in enumerate(self._timed):
                 if ended is None and size == call.size:
                     self._timed[place] = size, began, stamp()
@@ -432,17 +458,21 @@ class _Part:
         kept, to = call.kept, None if saved else self._goes_to(call)
         if not call.evict(saved, to):
             return False
-        self._counts["evicted"] += kept
-        self._counts["moved"] += kept and to is not None
-        self._counts["emptied"] += saved
+        self.counts["evicted"] += kept
+        self.counts["moved"] += kept and to is not None
+        self.counts["emptied"] += saved
         return True
+
+    def replay_micros(self, size: int) -> int | None:
+        """The microseconds that a replay takes; None before the first was timed."""
+        return self._micros.of(size)
 
     def _goes_to(self, call: ElasticCall) -> Any:
         """The store, where bringing back what a call keeps takes less time than its replay; None elsewhere."""
-        micros = self._micros.of(call.size)
+        micros = self.replay_micros(call.size)
         if self.pool.store is None or micros is None:
             return None
-        back = self.held(call) / bandwidth(self.pool.device).todevice
+        back = self.held(call) / bandwidth(self.pool.device).to_device
         return self.pool.store if 1e6 * back < micros else None
 
     def _take_times(self, wait: bool = False) -> None:
@@ -460,17 +490,17 @@ class _Part:
     def failed(self, call: ElasticCall, attempt: int) -> bool:
         """Evicts others after an allocation has failed; returns whether to try again."""
         pool = self.pool
-        with pool._lock:
+        with pool.lock:
             *_, taken = pool.taken()
             before = sum(self._evictions())
             pool.make_room(1 << 62 if attempt else pool.room() + max(1, taken))
             again = sum(self._evictions()) > before or call.was_kept
-            self._counts["run_again"] += again
+            self.counts["run_again"] += again
             return again
 
     def _evictions(self) -> Iterator[int]:
-        for part in self.pool._all:
-            yield part._counts["evicted"] + part._counts["emptied"]
+        for part in self.pool.parts:
+            yield part.counts["evicted"] + part.counts["emptied"]
 
     def unrepeatable(self) -> str:
         """A sentence on why a forward cannot be run again; "" where it can."""
@@ -479,7 +509,7 @@ class _Part:
     def shortage(self) -> str:
         """The sentences for an error that memory ran out although nothing is left to evict."""
         pool = self.pool
-        with pool._lock:
+        with pool.lock:
             where, began, taken = pool.taken()
             return (
                 f"Nothing is left to evict under the limit of {errors.size(pool.limit)}: {errors.size(began)} were "
@@ -490,4 +520,4 @@ class _Part:
     def row(self) -> ElasticRow:
         """What the region did."""
         self._take_times(wait=True)
-        return ElasticRow(self.name, *self._counts.values(), self._seconds)
+        return ElasticRow(self.name, *self.counts.values(), self._seconds)
