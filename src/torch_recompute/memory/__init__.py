@@ -13,7 +13,8 @@ and who keeps it. A storage has one category for its whole life: the first of th
     activations  everything else made while measuring: results kept for backward, results passing through, and what a
                  kernel takes while it runs (`workspaces.py`)
 
-The CUDA allocator's figure does not say what for, rounds, and does not exist on CPU; it is given beside these.
+The CUDA allocator's figure does not say what for, rounds, and does not exist on CPU; it is given beside these. Where
+the number alone is enough and has to be cheap, a meter gives it (`meter.py`).
 """
 
 from .ledger import CATEGORIES, Block, Place, Sample
