@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from support.acted import ActedAllocator
 from torch_recompute import recompute
 from torch_recompute.memory import allocator, measure
+from torch_recompute.memory.elastic import Elastic
 from torch_recompute.memory.free import heap
 from torch_recompute.memory.meter import HeapMeter, meter_for
 
@@ -267,3 +268,53 @@ def test_a_lap_is_its_threads() -> None:
     thread.join()
     assert told == ["no lap began on this thread"]
     assert (meter.lap() - meter.live() >= 4 * MIB - 2**16, meter.missed) == (True, "")
+
+
+# --- in a pool of elastic regions -------------------------------------------------------------------------------------
+
+
+@WITH_HEAP
+def test_elastic_regions_on_the_cpu_leave_the_profiler_to_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between regions, between steps and after an error a profile can begin, at a size that is new or known."""
+    monkeypatch.setattr(Elastic, "device", torch.device("cpu"))
+    memory, wrong = Elastic("1TiB"), [False]
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        if wrong[0]:
+            raise KeyError("wrong")
+        return LAYER(x)
+
+    region = recompute(body, elastic=memory)
+    for size in (2, 4, 4):
+        y = region(X[:size])
+        assert "aten::sin" in in_a_profile(lambda y=y: y.sin())
+        y.sum().backward()
+        assert "aten::sin" in in_a_profile(lambda: torch.ones(3).sin())
+        wrong[0] = True
+        with pytest.raises(KeyError):
+            region(X[:size])
+        wrong[0] = False
+        assert "aten::sin" in in_a_profile(lambda: torch.ones(3).sin())
+    LAYER.zero_grad()
+
+
+@WITH_HEAP
+def test_a_stretch_is_measured_once_per_size_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a size is known, no forward of it and hardly a backward is measured again."""
+    monkeypatch.setattr(Elastic, "device", torch.device("cpu"))
+    begun = list[int]()
+    reset = HeapMeter.reset_lap
+    monkeypatch.setattr(HeapMeter, "reset_lap", lambda meter: (begun.append(1), reset(meter)))
+    memory = Elastic("1TiB")
+    regions = [recompute(LAYERS[number], name=str(number), elastic=memory) for number in range(3)]
+    counts = []
+    for size in (4, 4, 4, 4, 2, 4, 2):
+        y = X[:size].repeat(1, 1, 4)
+        for region in regions:
+            y = region(y)
+        y.square().sum().backward()
+        counts.append(len(begun))
+        begun.clear()
+    # The last backwards of a step end with the step, so nothing is learned of them.
+    assert all(count <= 2 < counts[0] for count in (counts[3], *counts[5:])), counts
+    LAYERS.zero_grad()

@@ -59,7 +59,7 @@ class _Needs:
 
     def knows(self, size: int) -> bool:
         """Whether a stretch of about this size was seen."""
-        return _step_of(size) in self._seen
+        return self._seen.get(_step_of(size), (-1, 0))[0] >= size
 
     def of(self, size: int) -> int | None:
         """What the stretch will take at a size: between two that were seen, the chord; beyond, the square."""
@@ -259,10 +259,11 @@ class Elastic:
         sizes that are not known yet, and what comes after a forward is known by its two ends.
         """
         meter = self._metered()
+        began = meter.live()  # before the lap, which takes some memory itself on the CPU
         lap = not isinstance(meter, HeapMeter) or not (kind == AFTER or part.needs[kind].knows(size))
         if lap:
             meter.reset_lap()
-        self._stretch = part, kind, size, meter.live(), lap
+        self._stretch = part, kind, size, began, lap
 
     def end(self) -> None:
         """Ends the stretch that runs, and learns from it.
@@ -423,6 +424,7 @@ class _Part:
     def backward(self, call: ElasticCall) -> None:
         """Makes room for the backward of a kept call, which begins now."""
         with self.pool.lock:
+            self.pool.end()
             self.pool.starts(call)
             self.pool.begin(self, BACKWARD, call)
 
@@ -435,6 +437,7 @@ class _Part:
         """Makes room for a replay."""
         with self.pool.lock:
             self.counts["replayed"] += 1
+            self.pool.end()
             self.pool.starts(call)
             self.pool.begin(self, REPLAY, call)
             self._timed.append((call.size, stamp(), None))

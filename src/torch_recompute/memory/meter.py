@@ -118,7 +118,7 @@ class _Lap:
             self._follow(node)
 
     def end(self) -> None:
-        if self._outside and in_backward():
+        if self.noting and self._outside and in_backward():
             self.missed = "it began before the backward that runs"
         else:
             self._end()
