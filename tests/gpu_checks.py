@@ -829,6 +829,52 @@ def nccl(on: str) -> str:
     return "DDP, FSDP2, DataParallel"
 
 
+@check("elastic regions under a limit that the allocator holds, too", acts=False)
+def elastic(on: str) -> str:
+    from torch_recompute import Elastic, recompute
+
+    model = Model(8, 512, dropout=0.1).to(on)
+
+    def step(wrap: Callable[[nn.Module], Callable[..., Any]], tokens: int) -> list[Tensor]:
+        ids = ids_of(1, tokens, on)
+        return gradients(lambda: in_regions(model, wrap)(ids), model)
+
+    def peak(wrap: Callable[[nn.Module], Callable[..., Any]]) -> int:
+        step(wrap, 2048)
+        torch.cuda.reset_peak_memory_stats()
+        step(wrap, 2048)
+        return torch.cuda.max_memory_allocated()
+
+    def plain(layer: nn.Module) -> nn.Module:
+        return layer
+
+    def under(layer: nn.Module) -> Callable[..., Any]:
+        return recompute(layer, elastic=memory)
+
+    total = torch.cuda.get_device_properties(0).total_memory
+    most, least = peak(plain), peak(recompute)
+    try:
+        memory = Elastic((most + least) // 2)
+        for tokens in (256, 2048, 512, 2048, 1024, 2048):
+            said = same(partial(step, plain, tokens), partial(step, under, tokens))
+        found = peak(under)
+        assert found <= memory.limit, f"{found:,} bytes at the peak, above {memory.limit:,}"
+        assert any(row.evicted for row in memory.report().rows), "nothing was evicted half way"
+
+        memory = Elastic(4 * most)  # knows of no shortage: the fence alone is half way
+        step(under, 2048)
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction((most + least) / 2 / total)
+        try:
+            same(partial(step, under, 2048), partial(step, under, 2048))
+            net = f"{sum(row.run_again for row in memory.report().rows)} run again at a fence"
+        except torch.OutOfMemoryError:
+            net = "out of memory in a node of the graph at a fence"
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    return f"peak {found / most:.0%} of plain's; {net}; {said}"
+
+
 @check("the tests that are marked gpu", acts=False)
 def marked(on: str) -> str:
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", str(HERE), "-p", "no:cacheprovider"]

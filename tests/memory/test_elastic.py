@@ -5,10 +5,12 @@ The allocator of `support/limited.py` is the meter, and raises beyond the limit:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import hashlib
 import itertools
+import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -18,10 +20,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import torch_recompute as tr
+from support.elastic import Script
 from support.limited import Limited, limited, missing
 from support.models import Gpt, ids_of
 from torch_recompute import ArgumentError, Elastic, no_recompute, recompute
+from torch_recompute.engine.region_call import Options
 from torch_recompute.memory.elastic import _Needs
+from torch_recompute.region import call
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 STEPS = 12
@@ -498,3 +503,47 @@ def test_wrapping_anew_finds_the_same_part(memory: Limited) -> None:
         recompute(lambda x: x.sin(), elastic=pool)(torch.ones(2, requires_grad=True)).sum().backward()
     assert len(pool.report().rows) == 7
     assert tr.Elastic is Elastic
+
+
+# --- CUDA, acted ---
+
+
+def test_the_cuda_allocator_is_the_second_fence(monkeypatch: pytest.MonkeyPatch, memory: Limited) -> None:
+    """A limit in bytes is told to the allocator, which gives back what it holds above it; "fit" ends that."""
+    told: list[Any] = []
+    monkeypatch.setattr(Elastic, "device", torch.device("cuda", 0))
+    properties = types.SimpleNamespace(total_memory=8 * 10**9)
+    for name, act in {
+        "get_device_properties": lambda device: properties,
+        "set_per_process_memory_fraction": lambda fraction, device: told.append(fraction),
+        "memory_reserved": lambda device: 3 * 10**9,
+        "empty_cache": lambda: told.append("emptied"),
+        "memory_allocated": lambda device: 0,
+        "mem_get_info": lambda device: (5 * 10**9, 8 * 10**9),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, act)
+    pool = Elastic(4 * 10**9, meter=memory)
+    region = recompute(torch.sin, elastic=pool)
+    for limit in (4 * 10**9, 2 * 10**9, "fit"):
+        pool.limit = limit
+        region(torch.ones(2, requires_grad=True)).sum().backward()
+    assert told == [0.5, 0.25, "emptied", 1.0]
+
+
+def test_backward_waits_only_for_what_a_replay_rebuilt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On streams, a kept tensor is read as plain autograd reads it; a rebuilt one after the replay's stream."""
+    waited: list[Any] = []
+    monkeypatch.setattr("torch_recompute.engine.slots.wait_for", lambda stream, tensor: waited.append(stream))
+    monkeypatch.setattr("torch_recompute._torch.stream_for", lambda tensor: "stream")
+    monkeypatch.setattr("torch_recompute._torch.on_streams", lambda streams: contextlib.nullcontext())
+    for when, count in (("never", 0), ("forward", 1)):
+        made = Script(when).calls(None, "")
+
+        def make(*args: Any, made: Any = made) -> Any:
+            call = made(*args)
+            call.streams = ("stream",)
+            return call
+
+        x = torch.ones(2, requires_grad=True)
+        call(Options("region", make=make), lambda x: x.exp().sin(), (x,), {}).sum().backward()
+        assert bool(waited) == bool(count)

@@ -157,7 +157,9 @@ class Elastic:
 
     Args:
         limit: The most bytes alive at any time, weights and everything else included: bytes, "72GiB", or "fit" for
-            what the device has for this process when the first region is called.
+            what the device has for this process when the first region is called. On CUDA the allocator is told as well
+            (`torch.cuda.set_per_process_memory_fraction`). Set `PYTORCH_ALLOC_CONF=expandable_segments:True` in the
+            environment: sizes that vary leave holes, and these count there.
         slack: The share of the limit that is left free, for what a stretch may take beyond what was learned.
         group: A process group of the ranks that must replay the same regions, because a region repeats a collective:
             they agree before a microbatch's backward. By default each rank decides for itself, and an elastic region
@@ -203,6 +205,9 @@ class Elastic:
         self._stretch: tuple[_Part, str, int, int, bool] | None = None  # whose, which, size, what was alive, lap taken
         self._miss: tuple[int, str] | None = None
         self.limit = limit
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Elastic:
+        return self  # a copy of a model is on the same device
 
     # --- for the user ---------------------------------------------------------------------------------------------
 
@@ -344,6 +349,7 @@ class Elastic:
         """Sets what "fit" means, and refuses a limit below what is resident."""
         if not self._checked and not self._calls:
             live = self._metered().live()
+            self._fence()
             self._limit = self._limit or live + memory_of(self.device)[0]
             self._checked = True
             if live > self._limit * (1 - self.slack):
@@ -353,6 +359,18 @@ class Elastic:
                     f"{errors.size(round(self._limit * (1 - self.slack)))} may be.\n"
                     f'  Write a limit above that, such as memory.limit = "{as_budget(2 * live)}".'
                 )
+
+    def _fence(self) -> None:
+        """Has the CUDA allocator itself refuse more than the limit, and give back what it holds above it.
+
+        What it holds counts, fragments included. So an allocation fails there, and is run again, before another process
+        on the card misses its share.
+        """
+        if self.device.type == "cuda":
+            total = torch.cuda.get_device_properties(self.device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, (self._limit or total) / total), self.device)
+            if self._limit and torch.cuda.memory_reserved(self.device) > self._limit:
+                torch.cuda.empty_cache()
 
     def _metered(self) -> Meter:
         if self.meter is None:
