@@ -286,7 +286,7 @@ class ElasticCall(RegionCall):
         self.kept = self.was_kept = self.part.forward(self)
         self.transient = True  # so that the first tensor that backward reads is seen
         self.thread = threading.get_ident()
-        failed: list[tuple[Exception, str]] = []
+        result, failed = None, list[tuple[Exception, str]]()
         try:
             if outermost:
                 here.again = True

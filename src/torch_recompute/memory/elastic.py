@@ -27,7 +27,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -131,11 +131,9 @@ class ElasticReport(NamedTuple):
         return sum(row.seconds for row in self.rows)
 
     def __str__(self) -> str:
-        head = *("kept", "dropped", "evicted", "saved calls", "moved", "replayed", "run again"), "replay ms", "region"
-        lines = [head]
-        for row in self.rows:
-            *_, seconds = row
-            lines.append((*map(str, row[1:-1]), f"{1000 * seconds:.1f}", row.name))
+        counted = ("kept", "dropped", "evicted", "saved calls", "moved", "replayed", "run again")
+        lines: list[tuple[str, ...]] = [(*counted, "replay ms", "region")]
+        lines += [(*map(str, row[1:-1]), f"{1000 * row.seconds:.1f}", row.name) for row in self.rows]
         replays = sum(row.replayed for row in self.rows)
         text = f"elastic under {errors.size(self.limit)}: {replays} replays, {1000 * self.seconds:.1f} ms"
         if self.miss is not None:
@@ -311,13 +309,13 @@ class Elastic:
         if need <= room:
             return True
         waiting = [*self.waiting(mine)]
-        if mine is not None and room + sum(call.part.held(call) for call in waiting if call.kept) < need:
+        if mine is not None and room + sum(_part_of(call).held(call) for call in waiting if call.kept) < need:
             return False  # it would not fit if everything else went
         for saved in (False, True)[: 1 if mine is not None else 2]:
             for call in waiting:
                 if call is mine:
                     return False
-                if call.part.evict(call, saved):
+                if _part_of(call).evict(call, saved):
                     room = self.room()
                     if need <= room:
                         return True
@@ -383,6 +381,10 @@ class Elastic:
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
 
 
+def _part_of(call: ElasticCall) -> _Part:
+    return cast("_Part", call.part)
+
+
 class _Part:
     """One region's part of a pool; see `engine.elastic.Part`.
 
@@ -413,8 +415,9 @@ class _Part:
             lean = self.needs[DROPPED].of(call.size)
             keeps = lean is not None and not call.attempt and not pool.always
             if keeps:
-                saved, seen = self._saved.of(call.size), self.needs[KEPT].of(call.size)
-                need = min(seen if seen is not None else saved + lean, saved + lean)
+                most = (self._saved.of(call.size) or 0) + (lean or 0)
+                seen = self.needs[KEPT].of(call.size)
+                need = most if seen is None else min(seen, most)
                 keeps = pool.make_room(need, call)
             if not keeps:
                 pool.make_room(lean or 0)
@@ -541,4 +544,4 @@ class _Part:
     def row(self) -> ElasticRow:
         """What the region did."""
         self._take_times(wait=True)
-        return ElasticRow(self.name, *self.counts.values(), self._seconds)
+        return ElasticRow(self.name, **self.counts, seconds=self._seconds)
