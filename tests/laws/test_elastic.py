@@ -25,7 +25,7 @@ from support.programs import Ours, Plain, Program, compare, counted, execute, pr
 
 COUNT = int(os.environ.get("TORCH_RECOMPUTE_PROGRAMS", "1000")) // 4
 SHARDS = 2
-PROGRAMS_THAT_FAIL, MOST_ALLOCATIONS = 60, 600
+PROGRAMS_THAT_FAIL, MOST_ALLOCATIONS = 40, 600
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
 SCRIPTS = [(when, saved) for when in ("never", "forward", "half", "inside") for saved in (False, True)]
 
@@ -73,16 +73,16 @@ def test_elastic_programs_do_what_plain_pytorch_does(shard: int, capsys: pytest.
 
 
 class Failing(Elastically):
-    """The library with elastic regions, on an allocator whose n-th allocation in the program fails."""
+    """The library, with elastic or ordinary regions, on an allocator whose n-th allocation in the program fails."""
 
-    def __init__(self, program: Program, memory: Limited, nth: int) -> None:
+    def __init__(self, program: Program, elastic: bool, memory: Limited, nth: int) -> None:
         super().__init__(program)
-        self._memory, self._nth = memory, nth
+        self._elastic, self._memory, self._nth = elastic, memory, nth
         for script in self.scripts:
             script.retries = 2
 
     def names(self) -> dict[str, object]:
-        found = super().names()
+        found = super().names() | ({} if self._elastic else {"recompute": tr.recompute})
         self._memory.fail_at(self._nth)
         return found
 
@@ -92,7 +92,8 @@ class Failing(Elastically):
 
 
 @pytest.mark.skipif(bool(missing()), reason=missing())
-def test_an_allocation_that_fails_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("elastic", [True, False])
+def test_an_allocation_that_fails_changes_nothing(elastic: bool, capsys: pytest.CaptureFixture[str]) -> None:
     """Every third allocation of a step fails in turn: its gradients are plain PyTorch's, or the error passes."""
     seen: Counter[str] = Counter()
 
@@ -107,7 +108,7 @@ def test_an_allocation_that_fails_changes_nothing(capsys: pytest.CaptureFixture[
                 return
             for nth in range(1, MOST_ALLOCATIONS, 3):
                 before = memory.count
-                mode = Failing(program, memory, nth)
+                mode = Failing(program, elastic, memory, nth)
                 try:
                     got = execute(program, mode)
                 except torch.OutOfMemoryError:  # of an allocation of the comparison itself
@@ -127,5 +128,5 @@ def test_an_allocation_that_fails_changes_nothing(capsys: pytest.CaptureFixture[
     run()
     with capsys.disabled():
         print("\n  " + ", ".join(f"{count} {what}" for what, count in seen.items()), end=" ")
-    assert seen["failures that pass"] > 200
-    assert seen["steps run again"] > 100
+    assert seen["failures that pass"] > 150
+    assert seen["steps run again"] > 60 or not elastic

@@ -508,7 +508,12 @@ class RegionCall(Run):
         slots = self.slots
         self.replays = slots.count(KEPT) < len(slots) or self.record is not None or not self.options.early_stop
         if self.replays:
-            self.replay_state.settle()
+            try:
+                self.replay_state.settle()
+            except BaseException:  # no memory for a copy
+                self.replay_state.forget()
+                self.inputs.forget()
+                raise
         else:  # nothing to rebuild; what the graph holds keeps the pack hook alive, and so this call
             self.replay_state.forget()
             self.inputs.forget()

@@ -429,16 +429,17 @@ def record_call(
     _torch.push_hooks(pack, unpack)
     thread.run = None
     try:
-        result = fn(*args, **kwargs)
+        try:
+            result = fn(*args, **kwargs)
+        finally:
+            thread.run = run
+            _torch.pop_hooks()
+        record.record(result, inputs, versions, store, advanced(ambients, before) if ambients else ())
     except BaseException:
         records.remove(record)
-        inputs.clear()
         raise
     finally:
-        thread.run = run
-        _torch.pop_hooks()
-    record.record(result, inputs, versions, store, advanced(ambients, before) if ambients else ())
-    inputs.clear()  # PyTorch keeps a pack hook, and so what it refers to, as long as what it packed
+        inputs.clear()  # PyTorch keeps a pack hook, and so what it refers to, as long as what it packed
     if region_call is not None:
         region_call.alias(record)
     return result
