@@ -439,8 +439,8 @@ def test_a_limit_below_what_is_resident_is_refused(memory: Limited) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"limit": 0.5}, "is a share"),
-        ({"limit": "lots"}, "is not a budget"),
+        ({"limit": 0.5}, "is no number of bytes"),
+        ({"limit": "lots"}, "is no number of bytes"),
         ({"slack": 1}, "from 0 to below 1"),
         ({"to": 3}, "to="),
     ],

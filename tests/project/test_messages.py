@@ -44,6 +44,7 @@ from torch_recompute import (
     BudgetError,
     ChangedError,
     Choice,
+    Elastic,
     MismatchError,
     NotRecomputingError,
     OnDisk,
@@ -516,6 +517,32 @@ def fits_where_memory_is_unknown() -> None:
         make_plan(nn.Sequential(nn.Linear(2, 2)), (torch.ones(1, 2),), loss=torch.sum, budget="fit")
 
 
+class Said:
+    """A meter that says what it is told to."""
+
+    def __init__(self, live: int) -> None:
+        self.bytes = live
+
+    def live(self) -> int:
+        return self.bytes
+
+    def reset_lap(self) -> None:
+        pass
+
+    def lap(self) -> int:
+        return self.bytes + 300
+
+
+def elastic_under(limit: int, fn: Callable[..., Any], live: int = 2_000) -> Any:
+    """The call of an elastic region, while so many bytes are alive."""
+    return recompute(fn, name="layer 3", elastic=Elastic(limit, meter=Said(live)))(vector().clone())
+
+
+def elastic_in_a_graph() -> None:
+    with patch("torch_recompute.engine.elastic.capturing", return_value=True):
+        elastic_under(10_000, torch.sin)
+
+
 def on_meta() -> tuple[torch.nn.Module, tuple[torch.Tensor]]:
     return torch.nn.Linear(3, 3, device="meta"), (torch.ones(1, 3),)
 
@@ -911,6 +938,13 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: deepspeed.configure(None, {"activation_checkpointing": {"checkpoint_in_cpu": True}}),
     lambda: deepspeed.configure(None, {"activation_checkpointing": {"partitioned_activations": True}}),
     # tiles
+    lambda: recompute(torch.sin, elastic=True),
+    lambda: Elastic(0.5),
+    lambda: Elastic("72G"),
+    lambda: Elastic("24GiB", slack=5),
+    lambda: Elastic("24GiB", to="cpu"),
+    lambda: elastic_under(1_000, torch.sin),
+    elastic_in_a_graph,
     lambda: recompute(torch.sin, tiles=0),
     lambda: recompute(torch.sin, tile_dim=0),
     lambda: recompute(torch.sin, tiles=2)(3.0),

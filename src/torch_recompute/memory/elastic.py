@@ -216,11 +216,14 @@ class Elastic:
 
     @limit.setter
     def limit(self, limit: int | str) -> None:
-        budget = read_budget(limit)
-        if budget.share is not None:
+        try:
+            budget = read_budget(limit)
+        except errors.ArgumentError:
+            budget = None
+        if budget is None or budget.share is not None:
             raise errors.ArgumentError(
-                f"limit={limit!r} is a share, and a limit is of all that is alive on the device.\n"
-                '  Write bytes, "72GiB", or "fit" for what the device has.'
+                f"limit={limit!r} is no number of bytes; the limit is of all that is alive on the device.\n"
+                '  Write bytes (72 * 2**30), a text with a unit ("72GiB"), or "fit" for what the device has.'
             )
         with self.lock:
             self._limit, self._checked = budget.bytes or 0, False
