@@ -25,7 +25,7 @@ from support.limited import Limited, limited, missing
 from support.models import Gpt, ids_of
 from torch_recompute import ArgumentError, Elastic, no_recompute, recompute
 from torch_recompute.engine.region_call import Options
-from torch_recompute.memory.elastic import _Needs
+from torch_recompute.memory.elastic import _Learned
 from torch_recompute.region import call
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
@@ -480,7 +480,7 @@ def test_a_cuda_graph_is_refused(monkeypatch: pytest.MonkeyPatch, memory: Limite
 )
 def test_needs_are_interpolated(seen: dict[int, int], size: int, need: int | None) -> None:
     """Between two sizes the chord, which bounds whatever grows faster than its size; beyond, the square."""
-    needs = _Needs()
+    needs = _Learned()
     for known, taken in seen.items():
         needs.learn(known, taken)
     assert needs.of(size) == need
@@ -488,7 +488,7 @@ def test_needs_are_interpolated(seen: dict[int, int], size: int, need: int | Non
 
 def test_the_table_stays_small() -> None:
     """A thousand sizes of a run are some dozens of entries."""
-    needs = _Needs()
+    needs = _Learned()
     for size in range(100_000, 1_100_000, 997):
         needs.learn(size, size)
     assert len(needs._seen) < 64

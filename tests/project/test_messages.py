@@ -38,6 +38,7 @@ from torch.utils.data import DataLoader
 
 import torch_recompute
 from laws.watch import Turns, vector
+from support.elastic import Script
 from support.models import Block
 from torch_recompute import (
     ArgumentError,
@@ -538,6 +539,18 @@ def elastic_under(limit: int, fn: Callable[..., Any], live: int = 2_000) -> Any:
     return recompute(fn, name="layer 3", elastic=Elastic(limit, meter=Said(live)))(vector().clone())
 
 
+def emptied_of_another_call() -> None:
+    """A saved call that is evicted with its region, and does other work when it is made again."""
+    script, runs = Script("forward", saved=True), []
+
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        runs.append(x)
+        return x.exp() if len(runs) == 1 else x.exp().exp()
+
+    body = no_recompute(attend, name="attention")
+    recompute(lambda x: body(x.cos()).sin(), name="layer 3", elastic=script)(vector()).sum().backward()
+
+
 def elastic_in_a_graph() -> None:
     with patch("torch_recompute.engine.elastic.capturing", return_value=True):
         elastic_under(10_000, torch.sin)
@@ -945,6 +958,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: Elastic("24GiB", to="cpu"),
     lambda: elastic_under(1_000, torch.sin),
     elastic_in_a_graph,
+    emptied_of_another_call,
     lambda: recompute(torch.sin, tiles=0),
     lambda: recompute(torch.sin, tile_dim=0),
     lambda: recompute(torch.sin, tiles=2)(3.0),

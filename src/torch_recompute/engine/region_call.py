@@ -508,12 +508,7 @@ class RegionCall(Run):
         slots = self.slots
         self.replays = slots.count(KEPT) < len(slots) or self.record is not None or not self.options.early_stop
         if self.replays:
-            try:
-                self.replay_state.settle()
-            except BaseException:  # no memory for a copy
-                self.replay_state.forget()
-                self.inputs.forget()
-                raise
+            self.replay_state.settle()
         else:  # nothing to rebuild; what the graph holds keeps the pack hook alive, and so this call
             self.replay_state.forget()
             self.inputs.forget()

@@ -314,19 +314,23 @@ class ReplayState:
 
     def settle(self) -> None:
         """After the forward: forgets what it did not touch, and takes the kernels that it chose for good."""
-        for place, get in _torch.KERNEL_ORDERS:
-            self._settings[place] = get()
-        if self._cpu is not None and _torch.same_bytes(self._cpu, _cpu_state()):
-            self._cpu = None
-        if self._consumed:
-            self._consumed = [
-                (ambient, before)
-                for ambient, before in self._consumed
-                if type(ambient) not in GENERATORS or not same(before, ambient.capture())
-            ]
-        if self.reached is not None and self.reached.unsettled:
-            self.reached.settle()
-            self.restored = self.reached.restored()
+        try:
+            for place, get in _torch.KERNEL_ORDERS:
+                self._settings[place] = get()
+            if self._cpu is not None and _torch.same_bytes(self._cpu, _cpu_state()):
+                self._cpu = None
+            if self._consumed:
+                self._consumed = [
+                    (ambient, before)
+                    for ambient, before in self._consumed
+                    if type(ambient) not in GENERATORS or not same(before, ambient.capture())
+                ]
+            if self.reached is not None and self.reached.unsettled:
+                self.reached.settle()
+                self.restored = self.reached.restored()
+        except BaseException:  # no memory for a copy: what is held may lead back to the graph
+            self.forget()
+            raise
 
     def forget(self) -> None:
         """After a forward that has failed: lets go of everything."""

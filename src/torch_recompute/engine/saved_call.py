@@ -423,9 +423,8 @@ def record_call(
     pack.__dict__.update(_torch.SEE_THROUGH)
     records = run.writing().records
     records.append(record)
-    observers = here.observers
-    if observers is not None:
-        fn = observers.around("saved call", name, run, fn)
+    if here.observers is not None:
+        fn = here.observers.around("saved call", name, run, fn)
     _torch.push_hooks(pack, unpack)
     thread.run = None
     try:

@@ -45,7 +45,7 @@ KEPT, DROPPED, AFTER, BACKWARD, REPLAY = "forward, kept", "forward, dropped", "a
 FINE = 5  # bits of a size that tell it from others: 16 steps from one power of two to the next
 
 
-class _Needs:
+class _Learned:
     """The most bytes that one stretch of a region was seen to take, by the size of the call in bytes."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class _Needs:
         return self._seen.get(_step_of(size), (-1, 0))[0] >= size
 
     def of(self, size: int) -> int | None:
-        """What the stretch will take at a size: between two that were seen, the chord; beyond, the square."""
+        """Returns what the stretch will take at a size: between two that were seen, the chord; beyond, the square."""
         points = sorted(self._seen.values())
         place = bisect.bisect_left(points, (size, 0))
         if not points:
@@ -84,7 +84,7 @@ def _step_of(size: int) -> int:
 
 @shown
 class ElasticRow(NamedTuple):
-    """What one region did.
+    """One region's calls, counted.
 
     Attributes:
         name: The region's name.
@@ -111,7 +111,7 @@ class ElasticRow(NamedTuple):
 
 @shown
 class ElasticReport(NamedTuple):
-    """What a pool of elastic regions did so far.
+    """The calls of a pool of elastic regions so far, counted.
 
     Attributes:
         rows: One per region, in the order of their first calls.
@@ -196,11 +196,13 @@ class Elastic:
         self.store = to
         self.meter = meter
         self.overlapping = False  # whether microbatches overlap: backward begins with an older call of a region
-        self._known: weakref.WeakKeyDictionary[Any, dict[str, _Part]] = weakref.WeakKeyDictionary()
-        self.parts: list[_Part] = []
+        self._known: weakref.WeakKeyDictionary[Any, dict[str, _RegionMemory]] = weakref.WeakKeyDictionary()
+        self.parts: list[_RegionMemory] = []
         self._calls: dict[int, weakref.ref[ElasticCall]] = {}  # complete or in forward, and backward has not begun
         self.lock = threading.RLock()
-        self._stretch: tuple[_Part, str, int, int, bool] | None = None  # whose, which, size, what was alive, lap taken
+        self._stretch: tuple[_RegionMemory, str, int, int, bool] | None = (
+            None  # whose, which, size, what was alive, lap taken
+        )
         self._miss: tuple[int, str] | None = None
         self.limit = limit
 
@@ -247,18 +249,18 @@ class Elastic:
             parts = self._known.setdefault(type(owner), {})
         with self.lock:
             if name not in parts:
-                parts[name] = _Part(self, name)
+                parts[name] = _RegionMemory(self, name)
             return functools.partial(ElasticCall, parts[name])
 
     # --- stretches ------------------------------------------------------------------------------------------------
 
-    def begin(self, part: _Part, kind: str, call: ElasticCall, need: int = 0) -> None:
+    def begin(self, part: _RegionMemory, kind: str, call: ElasticCall, need: int = 0) -> None:
         """Begins a stretch, after what it will take has been made room for."""
         self.end()
         self.make_room(part.needs[kind].of(call.size) or need)
         self.open(part, kind, call.size)
 
-    def open(self, part: _Part, kind: str, size: int) -> None:
+    def open(self, part: _RegionMemory, kind: str, size: int) -> None:
         """Begins a stretch; room has been made for it.
 
         On the CPU a lap costs time, and must end before the user's code could start a profiler. So it is taken for
@@ -384,11 +386,11 @@ class Elastic:
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
 
 
-def _part_of(call: ElasticCall) -> _Part:
-    return cast("_Part", call.part)
+def _part_of(call: ElasticCall) -> _RegionMemory:
+    return cast("_RegionMemory", call.part)
 
 
-class _Part:
+class _RegionMemory:
     """One region's part of a pool; see `engine.elastic.Part`.
 
     Attributes:
@@ -398,11 +400,11 @@ class _Part:
 
     def __init__(self, pool: Elastic, name: str) -> None:
         self.pool, self.name = pool, name
-        self.needs = {kind: _Needs() for kind in (KEPT, DROPPED, AFTER, BACKWARD, REPLAY)}
-        self._saved = _Needs()
+        self.needs = {kind: _Learned() for kind in (KEPT, DROPPED, AFTER, BACKWARD, REPLAY)}
+        self._saved = _Learned()
         self.counts = dict.fromkeys(ElasticRow._fields[1:-1], 0)
         self._timed: list[tuple[int, Any, Any]] = []  # replays by their size, from one moment to another
-        self._micros = _Needs()  # of a replay
+        self._micros = _Learned()  # of a replay
         self._seconds = 0.0
 
     def forward(self, call: ElasticCall) -> bool:
@@ -545,6 +547,6 @@ class _Part:
             )
 
     def row(self) -> ElasticRow:
-        """What the region did."""
+        """Returns the counts of the region."""
         self._take_times(wait=True)
         return ElasticRow(self.name, **self.counts, seconds=self._seconds)
