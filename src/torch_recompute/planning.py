@@ -22,11 +22,11 @@ from . import _torch, errors
 from ._text import at_work
 from .devices import Roofline
 from .memory.batch import Batch, ExampleCall, call_of
+from .memory.budget import Budget, read_budget
 from .memory.free import free_bytes
 from .memory.loop import COMMON, Loop
 from .memory.saved import generators_as_before
 from .plan.apply import Applied, apply
-from .plan.budget import Budget, read_budget
 from .plan.first_steps import FirstSteps
 from .plan.libraries import all_layers
 from .plan.plan import Plan

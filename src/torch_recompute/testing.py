@@ -16,9 +16,9 @@ from torch import nn
 from . import errors
 from .doctor.verify import Verification, compare_calls, verify
 from .memory.batch import Batch, call_of
+from .memory.budget import read_budget
 from .memory.measurement import Measurement
 from .plan import Plan
-from .plan.budget import read_budget
 
 __all__ = ["assert_same_gradients", "check_peak", "read_limit"]
 

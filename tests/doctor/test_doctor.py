@@ -32,8 +32,8 @@ from torch_recompute.doctor import step_watcher
 from torch_recompute.doctor.checks import CHECKS, _budget, look_for
 from torch_recompute.doctor.simulated import SimulatedSteps
 from torch_recompute.doctor.step_watcher import AllocatorStats, Observations
+from torch_recompute.memory.budget import read_budget
 from torch_recompute.memory.free import heap
-from torch_recompute.plan.budget import read_budget
 from torch_recompute.training_step import TrainingStep
 
 SIZE = 32

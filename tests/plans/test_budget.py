@@ -3,7 +3,7 @@
 import pytest
 
 from torch_recompute.errors import ArgumentError
-from torch_recompute.plan.budget import Budget, Limit, read_budget
+from torch_recompute.memory.budget import Budget, Limit, read_budget
 
 WRITTEN = [
     (25769803776, Budget(bytes=24 * 2**30)),

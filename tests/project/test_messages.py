@@ -99,9 +99,9 @@ from torch_recompute.distributed.agreement import compare
 from torch_recompute.engine import mismatch
 from torch_recompute.integrations import huggingface, lightning, policies
 from torch_recompute.memory import meter
+from torch_recompute.memory.budget import read_budget
 from torch_recompute.memory.free import free_bytes
 from torch_recompute.memory.meter import meter_for
-from torch_recompute.plan.budget import read_budget
 from torch_recompute.plan.plan import Prediction
 from torch_recompute.plan.units import find_units, register
 from torch_recompute.planner.cost import Costs, Kind, Option, Point, Segment

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 
 from .. import RecomputeConfig, __version__, errors
-from ..plan.budget import read_budget
+from ..memory.budget import read_budget
 from ..plan.settings import BLOCK_FLAG, GRANULARITY_FLAG, add_others_to, content_of
 from ..training_step import OPTIMIZERS
 from . import output as out

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..doctor import Report, examine
-from ..plan.budget import read_budget
+from ..memory.budget import read_budget
 from .models import AskedStep, add_loop_options, add_model_options, add_step_options, autocasting
 from .output import FAILED, OK, Output, add_options, new_command, read_plan
 

@@ -32,8 +32,8 @@ from torch import nn
 from .. import _torch, errors
 from ..devices import DEVICES
 from ..memory.batch import ExampleCall, call_of
+from ..memory.budget import Limit
 from ..memory.loop import Loop
-from ..plan.budget import Limit
 from ..plan.plan import Plan
 from ..planner.profile import Profile
 from ..planner.solve import frontier, planned

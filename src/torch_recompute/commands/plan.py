@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import errors
 from .._text import explained, table
-from ..plan.budget import enough, more_advice, read_budget, too_small
+from ..memory.budget import enough, more_advice, read_budget, too_small
 from ..plan.plan import Plan
 from ..planner.layout import Layout, LayoutPlanner, RankPlan, no_pipeline, step_seconds
 from ..planner.planner import Planner

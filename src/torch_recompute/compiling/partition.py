@@ -28,8 +28,8 @@ from .._text import counted, table
 from .._torch.fakes import FakeTensorMode
 from .._torch.inductor import generated, in_order, no_modes
 from .._torch.partitioning import CustomPartitionerFn, hint, outputs_of, split, tag
+from ..memory.budget import Budget, Limit, bytes_meant, read_budget
 from ..plan.apply import apply
-from ..plan.budget import Budget, Limit, bytes_meant, read_budget
 from ..plan.plan import Plan
 from ..simulation.fake_mode import FakeMode
 from ..simulation.recording import SimulatedMeasurement

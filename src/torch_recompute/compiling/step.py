@@ -24,9 +24,9 @@ from .._torch import is_operator
 from .._torch.fakes import FakeTensor, FakeTensorMode
 from .._torch.inductor import BackendError, on_fakes
 from .._torch.tensors import mapped
+from ..memory.budget import Budget, Limit, bytes_meant, no_plan_fits
 from ..memory.free import free_bytes
 from ..memory.operations import Operation
-from ..plan.budget import Budget, Limit, bytes_meant, no_plan_fits
 from ..plan.plan import Plan, Prediction
 from ..planner.ops import Meta, Op, op_of
 from ..planner.prices import Measured, prices_for

@@ -17,7 +17,7 @@ from typing import Any
 from .. import errors
 from .._text import counted, document, grouped, paragraph, shown, starred_path, times
 from .._torch.compiler import CUT_REGION, NO_CUDA_GRAPH
-from ..plan.budget import as_budget, read_budget
+from ..memory.budget import as_budget, read_budget
 from ..plan.exhausted import against_fragmentation, fragmented
 from ..plan.plan import Plan
 from ..simulation import Simulation

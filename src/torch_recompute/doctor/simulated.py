@@ -37,6 +37,7 @@ from .._torch.checkpoints import checkpoints_run_by, forward_with_grad, function
 from .._torch.graphs import function_of
 from ..compat.torch_utils import checkpoint
 from ..engine.region_call import RegionCall
+from ..memory.budget import Limit, bytes_meant
 from ..memory.free import free_bytes
 from ..memory.ledger import CountedOnce
 from ..memory.loop import Loop
@@ -44,7 +45,6 @@ from ..memory.operations import Operation
 from ..memory.retainers import Retainers
 from ..observer import Observer, observing, running
 from ..plan.apply import apply
-from ..plan.budget import Limit, bytes_meant
 from ..plan.plan import Plan
 from ..planner.hosts import stores_for
 from ..planner.ops import op_of

@@ -23,10 +23,10 @@ from typing import Any, NoReturn
 from torch import nn
 
 from .. import errors, plan
+from ..memory.budget import read_budget
 from ..memory.loop import Loop
 from ..plan import Applied, Plan
 from ..plan.apply import not_applicable
-from ..plan.budget import read_budget
 from ..plan.config import RecomputeConfig
 from ..plan.observe import Stamp, between, stamp
 from ..stores import Store

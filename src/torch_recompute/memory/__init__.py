@@ -14,7 +14,8 @@ and who keeps it. A storage has one category for its whole life: the first of th
                  kernel takes while it runs (`workspaces.py`)
 
 The CUDA allocator's figure does not say what for, rounds, and does not exist on CPU; it is given beside these. Where
-the number alone is enough and has to be cheap, a meter gives it (`meter.py`).
+the number alone is enough and has to be cheap, a meter gives it (`meter.py`), to the pool of elastic regions above all
+(`elastic.py`). Budgets and limits as people write them are read by `budget.py`.
 """
 
 from .ledger import CATEGORIES, Block, Place, Sample

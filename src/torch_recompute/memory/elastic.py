@@ -34,8 +34,8 @@ import torch
 from .. import errors
 from .._text import shown, table
 from ..engine.elastic import ElasticCall
-from ..plan.budget import as_budget, read_budget
 from ..stores import bandwidth
+from .budget import as_budget, read_budget
 from .free import memory_of
 from .meter import HeapMeter, Meter, between, has_passed, meter_for, stamp
 

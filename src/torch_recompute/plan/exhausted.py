@@ -21,9 +21,9 @@ from torch import nn
 from .. import errors
 from .._torch.fakes import FakeTensor
 from ..memory import measurement
+from ..memory.budget import as_budget
 from ..memory.ledger import CountedOnce
 from ..observer import Observer, always
-from .budget import as_budget
 from .plan import Plan
 
 _MEASURE = "run the step in `with torch_recompute.measure(model, optimizer):` to see all categories"

@@ -20,7 +20,7 @@ import torch
 
 from .. import errors
 from ..devices import DEVICES, Roofline
-from ..plan.budget import read_budget
+from ..memory.budget import read_budget
 from ..plan.plan import Plan
 from ..stores import Bandwidth, OnHost, bandwidth
 from ..stores.transfers import Direct, TransferQueue

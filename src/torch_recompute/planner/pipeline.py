@@ -28,7 +28,7 @@ from typing import Any, cast
 import torch
 
 from .. import errors
-from ..plan.budget import Limit, bytes_meant, no_plan_fits, read_budget
+from ..memory.budget import Limit, bytes_meant, no_plan_fits, read_budget
 from ..plan.choice import joined
 from ..plan.plan import Plan
 from ..plan.roles import inside, relative

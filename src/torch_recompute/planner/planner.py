@@ -26,10 +26,10 @@ from functools import cached_property, partial
 
 from .. import errors
 from .._text import counted, doing
+from ..memory.budget import Budget, Limit, bytes_meant, no_plan_fits, read_budget
 from ..memory.free import free_bytes
 from ..memory.operations import Operation
 from ..plan.apply import apply
-from ..plan.budget import Budget, Limit, bytes_meant, no_plan_fits, read_budget
 from ..plan.choice import Choice, joined
 from ..plan.plan import Plan
 from ..plan.roles import inside

@@ -25,8 +25,8 @@ import torch
 
 from .. import _torch, errors
 from ..memory.batch import Batch, call_of
+from ..memory.budget import Budget, Limit
 from ..plan.apply import apply
-from ..plan.budget import Budget, Limit
 from ..plan.plan import Plan, SizeClass, shape_in_words
 from ..plan.sizes import parameters, size_of
 from ..simulation import simulate_step

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import errors
 from .._text import starred
-from ..plan.budget import Limit, bytes_meant
+from ..memory.budget import Limit, bytes_meant
 from ..plan.choice import Choice, joined, stored_in
 from ..plan.plan import NOT_RECOMPUTED, OFFLOADED, Line, Plan, Prediction
 from ..plan.roles import inside
