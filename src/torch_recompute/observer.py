@@ -87,8 +87,8 @@ class Observers:
         return observed
 
     def dropped(self, region_call: Any, tensor: torch.Tensor) -> None:
-        """Passes on a tensor that is not kept."""
-        for observer in self.each:
+        """Passes on a tensor, unless the call keeps what it saves."""
+        for observer in () if region_call.kept else self.each:
             observer.dropped(region_call, tensor)
 
 

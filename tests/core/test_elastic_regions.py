@@ -14,7 +14,7 @@ from torch.autograd.graph import save_on_cpu
 from support.elastic import Script
 from support.limited import Limited, limited, missing
 from torch_recompute import no_recompute, recompute
-from torch_recompute.observer import here
+from torch_recompute.observer import Observer, here, observing
 
 SCRIPTS = [("never", False), ("forward", False), ("forward", True)]
 each = pytest.mark.parametrize(("when", "saved"), SCRIPTS)
@@ -178,3 +178,21 @@ def test_without_grad_nothing_is_asked() -> None:
     script.forward = None
     with torch.no_grad():
         assert torch.equal(recompute(torch.sin, elastic=script)(X), X.sin())
+
+
+class Dropped(Observer):
+    """Counts the tensors that regions do not keep."""
+
+    count = 0
+
+    def dropped(self, region_call: Any, tensor: torch.Tensor) -> None:
+        self.count += 1
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_what_is_kept_is_not_said_to_be_dropped(keep: bool) -> None:
+    """Observers are shown the tensors of a call that keeps nothing, also of its saved calls, and none of a kept one."""
+    seen = Dropped()
+    with observing(seen):
+        left(lambda model, x: parts(model, Script("never", keep=keep))(x))
+    assert bool(seen.count) != keep

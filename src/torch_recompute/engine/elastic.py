@@ -229,7 +229,6 @@ class ElasticCall(RegionCall):
 
     Attributes:
         part: The region's part of the pool.
-        kept: Whether its slots are full, and it may be evicted.
         was_kept: Whether it was to be kept when it began.
         started: Whether the backward that reads its slots has begun.
         thread: The thread of its forward, while that runs.
@@ -239,7 +238,7 @@ class ElasticCall(RegionCall):
     """
 
     saved_call = ElasticSavedCall
-    kept = started = was_kept = False
+    started = was_kept = False
     thread: int | None = None
     attempt = microbatch = 0
 

@@ -320,6 +320,7 @@ class RegionCall(Run):
         slots: For each tensor that autograd has saved in the region, in order, its slot, or `KEPT`.
         later: Slots outside of the region that are views of its results (`discard.py`), filled by its replays.
         replays: Whether a replay may have something to do; where all that was saved is alive anyway, none ever runs.
+        kept: Whether its slots are full, because it is elastic.
         overrides: Decides about calls with a name in it.
         observers: Its observers; None without any.
     """
@@ -329,7 +330,7 @@ class RegionCall(Run):
     later: SavedCall | None = None
     fingerprints: Fingerprints | None = None
     streams: tuple[Any, ...] = ()
-    transient = complete = replays = False
+    transient = complete = replays = kept = False
     alive: Mapping[int, int] = _UNKNOWN
     _aliases: dict[int, torch.Tensor] | None = None
     _contexts: contextlib.AbstractContextManager[Any] | None = None
