@@ -50,7 +50,7 @@ def calls(step: Callable[[], torch.Tensor]) -> Counter[str]:
 
     def note(frame: Any, event: str, _: Any) -> None:
         code = frame.f_code
-        stands_in = code is getattr(modes._call, "__code__", None)  # for operator.call, on Python 3.10
+        stands_in = code is getattr(modes.call, "__code__", None)  # for operator.call, on Python 3.10
         if event == "call" and code.co_filename.startswith(FOLDER) and not stands_in:
             count[f"{os.path.relpath(code.co_filename, FOLDER)}:{code.co_firstlineno} {code.co_name}"] += 1
 

@@ -20,7 +20,6 @@ inside that module, and under ZeRO-3 its forward hook would take away the weight
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import weakref
 from _thread import RLock
@@ -88,8 +87,6 @@ class Replay(Run):
 
     pack: Callable[..., Packed]
     replaying = True
-    filled = 0
-    _done, _unfinished, _last = False, -1, -1
     _fingerprints: Fingerprints | None = None
     _module_hook: RemovableHandle | None = None
     _borrowed: Sequence[tuple[Slot, torch.Tensor]] = ()
@@ -97,6 +94,7 @@ class Replay(Run):
     def __init__(self, region_call: RegionCall, ids: Container[int], opened: Slot | None = None) -> None:
         self.name, self.ambients, self.record = region_call.name, region_call.ambients, region_call.record
         self._region_call, self._ids, self._opened = region_call, ids, opened
+        self.filled, self._done, self._unfinished, self._last = 0, False, -1, -1
         self._restored = region_call.replay_state.restored
         self._stop = stop = region_call.need() if region_call.options.early_stop else None
         if stop is not None and stop[1] == math.inf:
@@ -547,15 +545,15 @@ class RegionCall(Run):
         """Replays the region, unless another thread has done it meanwhile, and returns the slot's tensor."""
         with self._lock:
             if not isinstance(slot.tensor, torch.Tensor):
-                replay = functools.partial(self._replay, slot)
+                replay = self._replay
                 if self.observers is not None:
                     replay = self.observers.around("rebuild", self.name, self, replay)
                 try:
                     if self.streams:
                         with _torch.on_streams(self.streams):
-                            filled = replay()
+                            filled = replay(slot)
                     else:
-                        filled = replay()
+                        filled = replay(slot)
                 except errors.MismatchError as error:
                     self.release()
                     changed = self._changed()
@@ -614,8 +612,7 @@ class RegionCall(Run):
     def _replay(self, opened: Slot) -> int:
         if self.replay_state.reached is not None:
             self.replay_state.reached.check(self.name)
-        self.inputs.check(self.name)
-        args, kwargs, cells, ids = self.inputs.open()
+        args, kwargs, cells, ids = self.inputs.open(self.name)
         fn = self._template if self._whole else rebuild(self._template, cells)
         if self._contexts is not None:
             fn = _within(self._contexts, fn)

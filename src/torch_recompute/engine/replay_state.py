@@ -159,7 +159,7 @@ class _Reached:
         buffers = hooked = unsettled = False
         for found in reach.snapshots:
             scan = found.scan
-            weights += filter(_is_there, found.then[scan.weights])
+            weights += filter(_is_there, found.inside[: scan.weights])
             buffers, hooked = buffers or scan.buffers, hooked or found.hooked
             unsettled = unsettled or bool(scan.tensors)
         if hooked:
