@@ -236,13 +236,15 @@ class Snapshot:
         modules: The modules, the root first.
         own: The values of their attributes when this was made; shared with others where nothing was set aside.
         inside: The values in all their tables.
+        dicts: The dictionaries of their attributes, then their tables.
+        versions: The versions of these.
         hooked: Whether a module has forward hooks.
 
     Raises:
         LookupError: They have other names, kinds of attributes or children than the scan found.
     """
 
-    __slots__ = ("_all", "_aside", "_full", "_versions", "hooked", "inside", "modules", "own", "scan")
+    __slots__ = ("_aside", "_full", "dicts", "hooked", "inside", "modules", "own", "scan", "versions")
 
     def __init__(self, scan: _Scan) -> None:
         self.scan, self._aside = scan, False
@@ -251,8 +253,8 @@ class Snapshot:
             raise LookupError
         dicts: list[dict[str, Any]] = [*map(_dict_of, self.modules)]
         tables = [*map(_parameters_in, dicts), *map(_buffers_in, dicts), *map(_children_in, dicts)]
-        self._all, self._full = [*dicts, *tables], [*filter(None, tables)]
-        self._versions = versions = [*map(version_of_dict, self._all)]
+        self.dicts, self._full = [*dicts, *tables], [*filter(None, tables)]
+        self.versions = versions = [*map(version_of_dict, self.dicts)]
         self.inside: Values = [*_flat(map(values_of, self._full))]
         self.hooked = any(map(_hooks_before, dicts)) or any(map(_hooks_after, dicts))
         then, own = scan.seen
@@ -261,7 +263,7 @@ class Snapshot:
             return
         self.own = own = [*_flat(map(call, scan.getters, dicts))]
         if versions != then:
-            if [*map(len, self._all)] != scan.sizes or [*_flat(self._full)] != scan.names:
+            if [*map(len, self.dicts)] != scan.sizes or [*_flat(self._full)] != scan.names:
                 raise LookupError
             if [*map(type, own)] != scan.kinds or [*map(id, self.inside[scan.children :])] != scan.ids:
                 raise LookupError
@@ -271,22 +273,22 @@ class Snapshot:
         """Whether the modules hold what they held. Not known, and so false, where tensors were set aside."""
         if self._aside:
             return False
-        if [*map(version_of_dict, self._all)] == self._versions:
+        if [*map(version_of_dict, self.dicts)] == self.versions:
             return True
         scan, count = self.scan, len(self.modules)
-        if [*map(len, self._all)] != scan.sizes:
+        if [*map(len, self.dicts)] != scan.sizes:
             return False
-        dicts = self._all[:count]
+        dicts = self.dicts[:count]
         own, inside = _flat(map(call, scan.getters, dicts)), _flat(map(values_of, self._full))
         now = itertools.chain(own, inside, map(_parameters_in, dicts), map(_buffers_in, dicts))
         try:
-            return all(map(operator.is_, now, [*self.own, *self.inside, *self._all[count : 3 * count]]))
+            return all(map(operator.is_, now, [*self.own, *self.inside, *self.dicts[count : 3 * count]]))
         except KeyError:
             return False
 
     def hooks(self) -> list[dict[Any, Any]]:
         """The dictionaries that hold forward hooks, of the modules that have some."""
-        some = [d for d in self._all[: len(self.modules)] if d["_forward_pre_hooks"] or d["_forward_hooks"]]
+        some = [d for d in self.dicts[: len(self.modules)] if d["_forward_pre_hooks"] or d["_forward_hooks"]]
         return [own[name] for own in some for name in _HOOKS if name in own]
 
     def set_aside(self, weights: bool) -> None:
@@ -309,7 +311,7 @@ class Snapshot:
     def _pairs(self) -> Iterator[tuple[dict[str, Any], dict[str, Any], bool]]:
         """Each dictionary, what it held, and whether that is the whole; of what is left to a wrapper see `_Scan`."""
         scan, place, count = self.scan, 0, len(self.modules)
-        dicts, tables = self._all[:count], self._all[count:]
+        dicts, tables = self.dicts[:count], self.dicts[count:]
         for i, (entries, keys, managed) in enumerate(zip(dicts, scan.keys, scan.managed, strict=True)):
             read = dict(zip(keys, self.own[place : place + len(keys)], strict=True))
             if managed:
@@ -745,8 +747,7 @@ def reach(
     root = fn if owner is None else owner
     if not modules:
         if isinstance(root, nn.Module):  # the short way, since most regions are modules
-            found = Captures.__new__(Captures)
-            seen = snapshot(root)
+            found, seen = Captures.__new__(Captures), snapshot(root)
             found.template, found.modules, found.snapshots = root, seen.modules, [seen]
             if seen.scan.holds:
                 found.contents, found.generators, found.others = [], [], []

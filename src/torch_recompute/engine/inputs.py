@@ -70,8 +70,7 @@ class Inputs:
         self._attributes: dict[int, dict[str, Any]] = {}
         self.views = False
         leaves = call.leaves
-        given: list[torch.Tensor] = [leaves[i] for i in call.tensors]
-        given += cells
+        given: list[torch.Tensor] = [*map(leaves.__getitem__, call.tensors), *cells]
         for i in call.tensors:
             leaves[i] = None
         self._held: list[Any] = []

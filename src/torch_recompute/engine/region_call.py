@@ -31,7 +31,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.hooks import RemovableHandle
 
 from .. import _torch, errors, state
-from .._torch import devices, parameter_of, storage_id, tracing
+from .._torch import devices, parameter_of, storage_id, tracing, version_of
 from .._torch.modes import ComputedWeights
 from .._torch.tensors import meta, say
 from ..observer import here, is_exhaustion, tell
@@ -574,9 +574,19 @@ class RegionCall(Run):
                         if record.owns(slot):
                             raise errors.MismatchError(errors.missed_call(self.name, record.name))
                     raise errors.MismatchError(_fewer(self.name, len(self.slots), filled, slot))
-            tensor = slot.tensor
-            self._decide_lifetime()
-            assert isinstance(tensor, torch.Tensor)
+            tensor: Any = slot.tensor
+            # Where the graph is not retained, autograd empties nodes. Else what is rebuilt lives until it is read, or
+            # to the second half of this backward.
+            if _torch.graph_task_id() == -1:
+                self.transient = True
+                self.release()
+                return tensor
+            task = this_task()
+            self.transient = task.kept
+            if (task.kept and leaves_undone(self._first)) or _torch.exec_group() is not None:
+                self.transient, task.split = False, True
+            else:
+                task.region_calls.append(weakref.ref(self))
             return tensor
 
     def _changed(self) -> str:
@@ -610,8 +620,9 @@ class RegionCall(Run):
         return bool(found)
 
     def _replay(self, opened: Slot) -> int:
-        if self.replay_state.reached is not None:
-            self.replay_state.reached.check(self.name)
+        reached = self.replay_state.reached
+        if reached and (reached.dict_versions is None or [*map(version_of, reached.weights)] != reached.versions):
+            reached.check(self.name)
         args, kwargs, cells, ids = self.inputs.open(self.name)
         fn = self._template if self._whole else rebuild(self._template, cells)
         if self._contexts is not None:
@@ -636,24 +647,6 @@ class RegionCall(Run):
             thread.run, thread.overrides, here.observers = outer, overrides, observers
             _torch.set_grad_enabled(grad)
         return self._replay(opened)
-
-    def _decide_lifetime(self) -> None:
-        """Says how long the rebuilt tensors live.
-
-        Where the graph is not retained, autograd empties their nodes. Else they live until they are read, or to the
-        second half of this backward.
-        """
-        if _torch.graph_task_id() == -1:
-            self.transient = True
-            self.release()
-            return
-        task = this_task()
-        kept = task.kept
-        if (kept and leaves_undone(self._first)) or _torch.exec_group() is not None:
-            self.transient, task.split = False, True
-        else:
-            self.transient = kept
-            task.region_calls.append(weakref.ref(self))
 
     def let_go(self, slot: Slot, tensor: torch.Tensor) -> None:
         """Empties a slot that has been read, unless its node is to run once more, in another half of this backward."""
