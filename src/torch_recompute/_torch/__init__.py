@@ -222,9 +222,20 @@ assert_on_device: Callable[[torch.Tensor, str], None] = torch._assert_async
 
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
-_changes = count()
-version_of_dict: Callable[[dict[Any, Any]], int]
-version_of_dict = getattr(_C._dynamo.guards, "dict_version", lambda _: next(_changes))
+
+def _dict_version() -> Callable[[dict[Any, Any]], int]:
+    """Torch's version of dictionaries, if it sees attributes that are set: on Python 3.13 it does not."""
+    version: Any = getattr(_C._dynamo.guards, "dict_version", None)
+    if version is not None:
+        probe = torch.nn.Module()
+        before = version(vars(probe))
+        probe.training = False
+        if version(vars(probe)) != before:
+            return version
+    return partial(next, count())
+
+
+version_of_dict: Callable[[dict[Any, Any]], int] = _dict_version()
 """A number that is another one after each change of a dictionary; where torch has none, after each call, too."""
 
 
