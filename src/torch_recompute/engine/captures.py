@@ -11,7 +11,7 @@ cells; the caller's own cells are never written. A cell that the function itself
 and left alone. Looking never calls user code (no `getattr` on user objects beyond `__dict__`).
 
 A module is scanned once (`_Scan`); each call takes a `Snapshot` of what it and the modules below it hold, object by
-object. Design note 015 says what that costs.
+object where a dictionary has changed since the last look. Design note 015 says what that costs.
 """
 
 from __future__ import annotations
