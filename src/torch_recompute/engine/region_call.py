@@ -556,13 +556,7 @@ class RegionCall(Run):
                         filled = replay(slot)
                 except errors.MismatchError as error:
                     self.release()
-                    changed = self._changed()
-                    if changed:
-                        raise errors.ChangedError(changed) from None
-                    from .mismatch import OpTrace
-
-                    if isinstance(self._contexts, OpTrace):
-                        raise errors.MismatchError(f"{error}\n{self._contexts.explain()}") from None
+                    self._explain(error)
                     raise
                 except BaseException as error:
                     if isinstance(error, RuntimeError):
@@ -588,6 +582,16 @@ class RegionCall(Run):
             else:
                 task.region_calls.append(weakref.ref(self))
             return tensor
+
+    def _explain(self, error: errors.MismatchError) -> None:
+        """Raises an error that says more than a mismatch does, where more is known."""
+        changed = self._changed()
+        if changed:
+            raise errors.ChangedError(changed) from None
+        from .mismatch import OpTrace
+
+        if isinstance(self._contexts, OpTrace):
+            raise errors.MismatchError(f"{error}\n{self._contexts.explain()}") from None
 
     def _changed(self) -> str:
         """Text for what has been changed since the forward so that another replay came of it; "" if that is unknown."""
