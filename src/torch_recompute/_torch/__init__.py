@@ -232,7 +232,7 @@ def _dict_version() -> Callable[[dict[Any, Any]], int]:
         probe.training = False
         if version(vars(probe)) != before:
             return version
-    return partial(next, count())
+    return cast("Any", partial(next, count()))
 
 
 version_of_dict: Callable[[dict[Any, Any]], int] = _dict_version()
