@@ -17,14 +17,16 @@ import torch.nn.functional as F
 from torch import nn
 
 import torch_recompute
-from torch_recompute import Choice, Plan, apply, recompute
+from torch_recompute import Choice, Plan, _torch, apply, recompute
 from torch_recompute._torch import modes
 
 FOLDER = os.path.dirname(torch_recompute.__file__)
 HOOKS = 71  # 24 tensors saved in forward, 23 until the replay ends, 24 read
-CALLS, KINDS = 103, 33
-SMALL = 41
-KEPT = 376  # of which 33 show a function to the mode that finds products and attention
+CALLS, KINDS = 97, 28
+SMALL = 39
+KEPT = 342  # of which 33 show a function to the mode that finds products and attention
+SEEN = _torch.version_of_dict is getattr(torch._C._dynamo.guards, "dict_version", None)
+READ = 0 if SEEN else 10  # where torch does not see attributes that are set, as on Python 3.13, modules are read
 
 
 class Block(nn.Module):
@@ -50,7 +52,7 @@ def calls(step: Callable[[], torch.Tensor]) -> Counter[str]:
 
     def note(frame: Any, event: str, _: Any) -> None:
         code = frame.f_code
-        stands_in = code is getattr(modes._call, "__code__", None)  # for operator.call, on Python 3.10
+        stands_in = code is getattr(modes.call, "__code__", None)  # for operator.call, on Python 3.10
         if event == "call" and code.co_filename.startswith(FOLDER) and not stands_in:
             count[f"{os.path.relpath(code.co_filename, FOLDER)}:{code.co_firstlineno} {code.co_name}"] += 1
 
@@ -70,22 +72,22 @@ def test_a_block() -> None:
     found = calls(lambda: region(x))
     hooks = sum(n for name, n in found.items() if name.endswith((" pack", " unpack")))
     assert hooks == HOOKS
-    assert found.total() <= CALLS, found
-    assert len(found) <= KINDS, found
+    assert found.total() <= CALLS + READ, found
+    assert len(found) <= KINDS + READ, found
 
 
 def test_a_block_under_a_plan() -> None:
     """A plan with one region adds at most the calls of its wrapper."""
     model, x = nn.Sequential(Block()), torch.randn(2, 8, 32, requires_grad=True)
     apply(model, Plan((Choice(("0",)),)))
-    assert calls(lambda: model(x)).total() <= CALLS + 4
+    assert calls(lambda: model(x)).total() <= CALLS + READ + 4
 
 
 def test_a_block_with_kept_calls() -> None:
     """A plan that keeps products and attention: four and one of them, each found, kept and passed by."""
     model, x = nn.Sequential(Block()), torch.randn(2, 8, 32, requires_grad=True)
     apply(model, Plan((Choice(("0",), keep=("@product", "@attention")),)))
-    assert calls(lambda: model(x)).total() <= KEPT
+    assert calls(lambda: model(x)).total() <= KEPT + READ
 
 
 def test_a_small_function() -> None:

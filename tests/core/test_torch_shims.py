@@ -382,6 +382,25 @@ def who_calls_an_operation(t: Any) -> Any:
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
 
+@row("version_of_dict", [True] * 5, gone={"torch._C._dynamo.guards.dict_version": [True] * 5})
+def dictionaries_that_change(t: Any) -> Any:
+    """The version of a module's dictionary is another one after each change, however it is made."""
+    module, found = nn.Linear(2, 2), []
+    own: Any = module.__dict__
+    changes = (
+        lambda: setattr(module, "scale", 1),
+        lambda: setattr(module, "scale", 2),
+        lambda: module.train(False),
+        lambda: own.update(scale=3),
+        lambda: delattr(module, "scale"),
+    )
+    for change in changes:
+        before = t.version_of_dict(own)
+        change()
+        found.append(t.version_of_dict(own) != before)
+    return found
+
+
 class Sub(torch.Tensor):
     """A tensor subclass."""
 
@@ -553,7 +572,7 @@ SETTINGS = (
     "mkldnn_enabled",
 )
 row(
-    "settings set_flags",
+    "settings set_flags modes.call",
     0,
     lambda t: (t.set_flags(t.settings()), len(_torch.settings()) - len(t.settings()))[1],
     gone={
@@ -1105,6 +1124,7 @@ OWNERS = {
     "saved": SAVED,
     **{name: name for name in ("torch", "torch.UntypedStorage", "operator")},
     "_C": "torch._C",
+    "_C._dynamo.guards": "torch._C._dynamo.guards",
     "config": CONFIG,
     "_checkpoint.checkpoint": "torch.utils.checkpoint.checkpoint",
 }

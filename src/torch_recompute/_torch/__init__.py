@@ -20,7 +20,7 @@ import operator
 from collections import deque, namedtuple
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from typing import Any, TypeVar, cast
 
 import torch
@@ -221,6 +221,22 @@ assert_on_device: Callable[[torch.Tensor, str], None] = torch._assert_async
 """Fails once the device has found a tensor of one element to be zero: the next wait for the device raises."""
 
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+
+
+def _dict_version() -> Callable[[dict[Any, Any]], int]:
+    """Torch's version of dictionaries, if it sees attributes that are set: on Python 3.13 it does not."""
+    version: Any = getattr(_C._dynamo.guards, "dict_version", None)
+    if version is not None:
+        probe = torch.nn.Module()
+        before = version(vars(probe))
+        probe.training = False
+        if version(vars(probe)) != before:
+            return version
+    return cast("Any", partial(next, count()))
+
+
+version_of_dict: Callable[[dict[Any, Any]], int] = _dict_version()
+"""A number that is another one after each change of a dictionary; where torch has none, after each call, too."""
 
 
 def is_operator(func: object) -> bool:

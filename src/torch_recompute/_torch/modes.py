@@ -143,16 +143,19 @@ _OLDER: list[Flag] = [
 ]
 _get_flags = [get for get, _ in _FLAGS]
 _get_older = [get for get, _ in _OLDER]
+_get_all = [*_get_flags, *_get_older]
 _tree = slice(len(_FLAGS) - len(_PRECISIONS), len(_FLAGS))
 _refused: dict[tuple[Any, ...], set[int]] = {}  # by state of the tree: who of the older interface has no word for it
 
 
-def _older(tree: tuple[Any, ...]) -> list[Any]:
-    """The setting of the tree by the older interface, which refuses to tell some of it: None there."""
+def _with_refusals() -> list[Any]:
+    """Reads the settings where the older interface refuses to tell some of them: None there."""
+    values = [*map(call, _get_flags)]
+    tree = tuple(values[_tree])
     refused = _refused.get(tree)
     if refused is None:
         refused = _refused[tree] = {n for n, get in enumerate(_get_older) if _answer(get) is None}
-    return [None if number in refused else _answer(get) for number, get in enumerate(_get_older)]
+    return [*values, *(None if number in refused else _answer(get) for number, get in enumerate(_get_older))]
 
 
 def _answer(get: Callable[[], Any]) -> Any:
@@ -162,17 +165,15 @@ def _answer(get: Callable[[], Any]) -> Any:
         return None
 
 
-_call: Callable[[Callable[[], Any]], Any] = getattr(operator, "call", lambda fn: fn())  # Python 3.10 has no such
+call: Callable[..., Any] = getattr(operator, "call", lambda fn, *args: fn(*args))  # Python 3.10 has no such
 
 
 def settings() -> list[Any]:
     """Reads what decides how an operation runs: autocast, SDPA backends, cuDNN, precision; then the ambient modes."""
-    values = [*map(_call, _get_flags)]
-    tree = tuple(values[_tree])
     try:
-        values.append([*map(_call, _get_older)] if tree not in _refused else _older(tree))
+        values = _with_refusals() if _refused else [*map(call, _get_all)]
     except RuntimeError:
-        values.append(_older(tree))
+        values = _with_refusals()
     if _count_function_modes() or _count_dispatch_modes():
         values += [function_modes(), tuple(_get_current_dispatch_mode_stack())]
     return values
@@ -184,7 +185,7 @@ KERNEL_ORDERS = [(_get_flags.index(get), get) for get, _ in _flag("sdp_priority_
 
 def split_settings(values: Sequence[Any]) -> tuple[Sequence[Any], tuple[Any, ...], tuple[Any, ...]]:
     """Splits what `settings` returned into flags, function modes and dispatch modes."""
-    count = len(_FLAGS) + 1
+    count = len(_get_all)
     if len(values) == count:
         return values, (), ()
     return values[:count], values[count], values[count + 1]
@@ -192,7 +193,7 @@ def split_settings(values: Sequence[Any]) -> tuple[Sequence[Any], tuple[Any, ...
 
 def set_flags(values: Sequence[Any]) -> None:
     """Puts back the flags among the settings."""
-    *flags, older = values
+    flags, older = values[: len(_FLAGS)], values[len(_FLAGS) :]
     for (get, put), value in zip(_OLDER, older, strict=True):
         if value is not None and _answer(get) != value:  # first, for these setters write to the tree
             put(value)

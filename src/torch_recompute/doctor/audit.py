@@ -398,16 +398,16 @@ def _inputs_again(
     """
     call = first.call
     try:
-        if call.replay_state.reached is not None:
-            call.replay_state.reached.check(call.name)
-        call.inputs.check(call.name)
-    except errors.ChangedError as error:
-        second.changed = error
-    try:
-        args, kwargs, cells, _ = call.inputs.open()
+        try:
+            if call.replay_state.reached is not None:
+                call.replay_state.reached.check(call.name)
+            opened = call.inputs.open(call.name)
+        except errors.ChangedError as error:
+            second.changed, opened = error, call.inputs.open()
     except errors.RecomputeError as error:  # rebuilt by another region, which is the one to blame
         second.inputs_differ, second.error = True, error
         return None
+    args, kwargs, cells, _ = opened
     given = list(leaves([*args, kwargs]))
     samples = zip(first.inputs, map(sample_of, given), strict=False)
     differ = any(then is not None and now is not None and not then.same(now) for then, now in samples)

@@ -11,7 +11,7 @@ cells; the caller's own cells are never written. A cell that the function itself
 and left alone. Looking never calls user code (no `getattr` on user objects beyond `__dict__`).
 
 A module is scanned once (`_Scan`); each call takes a `Snapshot` of what it and the modules below it hold, object by
-object. Design note 015 says what that costs.
+object where a dictionary has changed since the last look. Design note 015 says what that costs.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
+from .._torch import version_of_dict
+from .._torch.modes import call
 from .._torch.tensors import apart, wants_grad
 from .arguments import PLAIN
 
@@ -145,7 +147,6 @@ class Captured(NamedTuple):
 
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 _TABLES = ("_parameters", "_buffers", "_modules")
-_READ = ("_parameters", "_buffers")
 _NOT_READ = _OF_EVERY_MODULE - {"training"}  # which an OptimizedModule does not have
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
 _CONTAINERS = (list, dict, set, collections.deque)
@@ -161,9 +162,13 @@ _parameters_in, _buffers_in, _children_in = map(operator.itemgetter, _TABLES)
 _hooks_before, _hooks_after = map(operator.itemgetter, ("_forward_pre_hooks", "_forward_hooks"))
 _flat = itertools.chain.from_iterable
 _present: Callable[[Any], Any] = weakref.ref.__call__
-_get: Any = operator.itemgetter.__call__
 Values = list[Any]
 """What several dictionaries held at one moment, one after the other."""
+
+
+def _reader(keys: tuple[str, ...]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
+    """Returns what reads these keys of a dictionary."""
+    return operator.itemgetter(*keys) if len(keys) > 1 else lambda entries: tuple([entries[key] for key in keys])
 
 
 def _is_config(value: Any, deep: int = 2) -> bool:
@@ -224,47 +229,66 @@ def _write(entries: dict[str, Any], then: dict[str, Any], whole: bool = True) ->
 class Snapshot:
     """The contents of the modules below one: their parameters, buffers, children and attributes, each by its identity.
 
+    Where no dictionary has changed since the scan was last compared, nothing else is: only what a replay may have to
+    put back is read.
+
     Attributes:
         modules: The modules, the root first.
-        then: The values when this was made.
+        own: The values of their attributes when this was made; shared with others where nothing was set aside.
+        inside: The values in all their tables.
+        dicts: The dictionaries of their attributes, then their tables.
+        versions: The versions of these.
         hooked: Whether a module has forward hooks.
 
     Raises:
         LookupError: They have other names, kinds of attributes or children than the scan found.
     """
 
-    __slots__ = ("_all", "_aside", "_dicts", "_full", "hooked", "modules", "scan", "then")
+    __slots__ = ("_aside", "_full", "dicts", "hooked", "inside", "modules", "own", "scan", "versions")
 
     def __init__(self, scan: _Scan) -> None:
         self.scan, self._aside = scan, False
         self.modules: list[Any] = [*map(_present, scan.refs)]
         if None in self.modules:
             raise LookupError
-        self._dicts: list[dict[str, Any]] = [*map(_dict_of, self.modules)]
-        dicts = self._dicts
+        dicts: list[dict[str, Any]] = [*map(_dict_of, self.modules)]
         tables = [*map(_parameters_in, dicts), *map(_buffers_in, dicts), *map(_children_in, dicts)]
-        self._all, self._full = [*dicts, *tables], [*filter(None, tables)]
-        if [*map(len, self._all)] != scan.sizes or [*_flat(self._full)] != scan.names:
-            raise LookupError
-        self.then = then = [*_flat(map(_get, scan.getters, dicts)), *_flat(map(values_of, self._full))]
+        self.dicts, self._full = [*dicts, *tables], [*filter(None, tables)]
+        self.versions = versions = [*map(version_of_dict, self.dicts)]
+        self.inside: Values = [*_flat(map(values_of, self._full))]
         self.hooked = any(map(_hooks_before, dicts)) or any(map(_hooks_after, dicts))
-        if [*map(type, then[: scan.own])] != scan.kinds or [*map(id, then[scan.children :])] != scan.ids:
-            raise LookupError
+        then, own = scan.seen
+        if versions == then and own is not None:
+            self.own = own
+            return
+        self.own = own = [*_flat(map(call, scan.getters, dicts))]
+        if versions != then:
+            if [*map(len, self.dicts)] != scan.sizes or [*_flat(self._full)] != scan.names:
+                raise LookupError
+            if [*map(type, own)] != scan.kinds or [*map(id, self.inside[scan.children :])] != scan.ids:
+                raise LookupError
+            scan.seen = versions, own if scan.plain(own) else None
 
     def same(self) -> bool:
         """Whether the modules hold what they held. Not known, and so false, where tensors were set aside."""
-        scan = self.scan
-        if self._aside or [*map(len, self._all)] != scan.sizes:
+        if self._aside:
             return False
-        now = itertools.chain(_flat(map(_get, scan.getters, self._dicts)), _flat(map(values_of, self._full)))
+        if [*map(version_of_dict, self.dicts)] == self.versions:
+            return True
+        scan, count = self.scan, len(self.modules)
+        if [*map(len, self.dicts)] != scan.sizes:
+            return False
+        dicts = self.dicts[:count]
+        own, inside = _flat(map(call, scan.getters, dicts)), _flat(map(values_of, self._full))
+        now = itertools.chain(own, inside, map(_parameters_in, dicts), map(_buffers_in, dicts))
         try:
-            return all(map(operator.is_, now, self.then))
+            return all(map(operator.is_, now, [*self.own, *self.inside, *self.dicts[count : 3 * count]]))
         except KeyError:
             return False
 
     def hooks(self) -> list[dict[Any, Any]]:
         """The dictionaries that hold forward hooks, of the modules that have some."""
-        some = [d for d in self._dicts if d["_forward_pre_hooks"] or d["_forward_hooks"]]
+        some = [d for d in self.dicts[: len(self.modules)] if d["_forward_pre_hooks"] or d["_forward_hooks"]]
         return [own[name] for own in some for name in _HOOKS if name in own]
 
     def set_aside(self, weights: bool) -> None:
@@ -273,33 +297,35 @@ class Snapshot:
         Args:
             weights: Whether some parameter is no `Parameter`.
         """
-        places = [*self.scan.tensors]
+        places = [(self.own, place) for place in self.scan.tensors]
         if weights:
-            places += range(self.scan.weights.start, self.scan.weights.stop)
-        for place in places:
-            held = self.then[place]
+            places += [(self.inside, place) for place in range(self.scan.weights)]
+        for values, place in places:
+            held = values[place]
             if isinstance(held, torch.Tensor) and type(held) is not nn.Parameter:
                 tensor = apart(held)
                 if tensor is not held:
-                    self.then[place] = Aside(weakref.ref(held), tensor, wants_grad(held))
+                    values[place] = Aside(weakref.ref(held), tensor, wants_grad(held))
                     self._aside = True
 
     def _pairs(self) -> Iterator[tuple[dict[str, Any], dict[str, Any], bool]]:
         """Each dictionary, what it held, and whether that is the whole; of what is left to a wrapper see `_Scan`."""
-        scan, values, place, name = self.scan, self.then, 0, 0
-        for entries, keys, managed in zip(self._dicts, scan.keys, scan.managed, strict=True):
-            read = dict(zip(keys, values[place : place + len(keys)], strict=True))
+        scan, place, count = self.scan, 0, len(self.modules)
+        dicts, tables = self.dicts[:count], self.dicts[count:]
+        for i, (entries, keys, managed) in enumerate(zip(dicts, scan.keys, scan.managed, strict=True)):
+            read = dict(zip(keys, self.own[place : place + len(keys)], strict=True))
             if managed:
                 yield entries, {key: read[key] for key in ("training",) if key in read}, False
             else:
-                yield entries, {key: one for key, one in entries.items() if key in _NOT_READ} | read, True
+                left = {key: one for key, one in entries.items() if key in _NOT_READ}
+                yield entries, left | {"_parameters": tables[i], "_buffers": tables[count + i]} | read, True
             place += len(keys)
-        count = len(self._dicts)
-        managed = [*scan.managed, *([False] * count), *scan.managed]  # buffers are not
-        for table, size, left in zip(self._all[count:], scan.sizes[count:], managed, strict=True):
+        place, managed = 0, [*scan.managed, *([False] * count), *scan.managed]  # buffers are not
+        for table, size, left in zip(tables, scan.sizes[count:], managed, strict=True):
             if not left:
-                yield table, dict(zip(scan.names[name : name + size], values[place : place + size], strict=True)), True
-            place, name = place + size, name + size
+                held = slice(place, place + size)
+                yield table, dict(zip(scan.names[held], self.inside[held], strict=True)), True
+            place += size
 
     def restore(self) -> None:
         """Has the modules hold what they held."""
@@ -396,44 +422,48 @@ class _Scan:
 
     Attributes:
         root: The module.
-        keys: The names that are read of each module: two of its tables, whether it trains, its own attributes.
+        keys: The names that are read of each module: whether it trains, its own attributes.
         kinds: The types of these.
         names: The names in all the tables: those of parameters, then of buffers, then of children.
         refs: The modules.
         getters: What reads `keys` of each module.
         sizes: How many attributes each module has, then how many names each table.
         ids: The identities of the children.
-        own, children: Where among the values those of the tables, and the children, begin.
-        weights: Where the parameters are.
+        weights: How many parameters there are, the first values in the tables.
+        children: Where among these the children begin.
         buffers: Whether there are any.
         tensors: Where tensors are that are plain attributes.
         holds: Where tensors, generators, containers and configs are, and what errors call them.
         managed: Which modules belong to a wrapper of torch.distributed (FSDP), which tracks forward and backward by its
             own attributes and replaces parameters; they are left to it.
+        seen: The versions of all dictionaries when a snapshot was last compared with this, and the values of `keys`
+            then; None for values that might lead back to a module, which nothing here may keep alive.
     """
 
     __slots__ = (
-        *("buffers", "children", "getters", "holds", "ids", "keys", "kinds", "managed", "names", "own", "refs", "root"),
-        *("sizes", "tensors", "weights"),
+        *("buffers", "children", "getters", "holds", "ids", "keys", "kinds", "managed", "names", "refs", "root"),
+        *("_tuples", "seen", "sizes", "tensors", "weights"),
     )
+    seen: tuple[Sequence[int], Values | None]
 
     def __init__(self, root: nn.Module) -> None:
         modules = list(root.modules())
         self.root = weakref.ref(root, functools.partial(_forget, id(root)))
         self.refs = [*map(weakref.ref, modules)]
         dicts: list[dict[str, Any]] = [*map(_dict_of, modules)]
-        self.keys = [(*_READ, *(name for name in own if name not in _NOT_READ)) for own in dicts]
-        self.getters = [operator.itemgetter(*keys) for keys in self.keys]
+        self.keys = [tuple(name for name in own if name not in _NOT_READ) for own in dicts]
+        self.getters = [*map(_reader, self.keys)]
         tables = [own[name] for name in _TABLES for own in dicts]
         self.names = [*_flat(tables)]
         sizes = [*map(len, tables)]
         self.sizes = [*map(len, dicts), *sizes]
         values = [own[key] for own, keys in zip(dicts, self.keys, strict=True) for key in keys]
         self.kinds = [*map(type, values)]
-        self.own = len(values)
-        self.weights = slice(self.own, self.own + sum(sizes[: len(modules)]))
-        self.children = self.own + sum(sizes[: 2 * len(modules)])
-        self.buffers = self.children > self.weights.stop
+        self.seen = (), None
+        plain = all(kind in PLAIN or kind is tuple for kind in self.kinds)
+        self._tuples = [i for i, kind in enumerate(self.kinds) if kind is tuple] if plain else None
+        self.weights, self.children = sum(sizes[: len(modules)]), sum(sizes[: 2 * len(modules)])
+        self.buffers = self.children > self.weights
         self.ids = [*map(id, _flat(map(values_of, tables[2 * len(modules) :])))]
         inside = {id(m) for wrapper in modules if _tracks_phases(wrapper) for m in wrapper.modules()}
         self.managed = [id(module) in inside for module in modules]
@@ -444,9 +474,13 @@ class _Scan:
             label = f"attribute '{key}' of {type(module).__name__}"
             if isinstance(value, torch.Tensor):
                 self.tensors.append(place)
-            inner = key not in _READ and id(module) not in inside and _has_entries(value)
+            inner = id(module) not in inside and _has_entries(value)
             if inner or isinstance(value, (torch.Tensor, torch.Generator)):
                 self.holds.append((place, label))
+
+    def plain(self, own: Values) -> bool:
+        """Whether values of `keys` lead to no other object."""
+        return self._tuples is not None and PLAIN.issuperset(map(type, _flat([own[i] for i in self._tuples])))
 
 
 _WRAPPERS = ("torch.distributed.fsdp.", "torch.distributed._composable.", "torch.nn.parallel.")
@@ -491,15 +525,18 @@ class Captures:
     """
 
     whole = 0
+    template: Any
+    modules: Sequence[torch.nn.Module] = ()
+    contents: list[Contents]
+    generators: list[torch.Generator]
+    tensors: list[torch.Tensor]
+    others: list[tuple[str, torch.Tensor]]
+    snapshots = contents = generators = tensors = others = _names = cast("Any", ())
 
     def __init__(self, fn: Callable[..., Any], modules: Sequence[torch.nn.Module] = ()) -> None:
-        self.modules: Sequence[torch.nn.Module] = ()
         self.snapshots: list[Snapshot] = []
-        self.contents: list[Contents] = []
-        self.generators: list[torch.Generator] = []
-        self.tensors: list[torch.Tensor] = []
+        self.contents, self.generators, self.tensors, self.others = [], [], [], []
         self._names: list[str] = []
-        self.others: list[tuple[str, torch.Tensor]] = []
         seen: dict[int, Any] = {}
         self.template = self._function(fn, seen)
         for module in modules:
@@ -641,7 +678,7 @@ class Captures:
     def _look_into(self, found: Snapshot, seen: dict[int, Any]) -> None:
         """Looks at the attributes of modules: tensors, generators, and what containers and configs hold."""
         for place, name in found.scan.holds:
-            value = found.then[place]
+            value = found.own[place]
             if isinstance(value, (torch.Tensor, torch.Generator)):
                 self._value(name, value, seen)
             elif id(value) not in seen:
@@ -710,19 +747,24 @@ def reach(
     root = fn if owner is None else owner
     if not modules:
         if isinstance(root, nn.Module):  # the short way, since most regions are modules
-            found = Captures.__new__(Captures)
-            seen = snapshot(root)
+            found, seen = Captures.__new__(Captures), snapshot(root)
             found.template, found.modules, found.snapshots = root, seen.modules, [seen]
-            found.tensors, found.contents, found.generators, found.others, found._names = [], [], [], [], []  # pyright: ignore[reportPrivateUsage]
             if seen.scan.holds:
+                found.contents, found.generators, found.others = [], [], []
                 found._look_into(seen, {})  # pyright: ignore[reportPrivateUsage]
             if owner is None:
                 found.whole = len(seen.modules)
             return found
         if isinstance(fn, types.FunctionType):
-            simple = not (fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__)
-            if simple and not _look(fn.__code__, fn.__globals__).names:
-                return None
+            code = _look(fn.__code__, fn.__globals__)
+            if not (code.names or code.writes or fn.__defaults__ or fn.__kwdefaults__):
+                cells = [*map(_contents, fn.__closure__ or ())]
+                if _PLAIN.issuperset(map(type, cells)):  # it reaches nothing
+                    if not cells:
+                        return None
+                    found = Captures.__new__(Captures)
+                    found.template = Held(fn, cells)
+                    return found
         elif isinstance(fn, _SIMPLE):
             return None
     found = Captures(root, modules)

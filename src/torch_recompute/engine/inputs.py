@@ -13,7 +13,6 @@ No caller has to say which regions form a chain, nor in which order they are dis
 
 from __future__ import annotations
 
-import functools
 import operator
 import threading
 import weakref
@@ -23,7 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from .. import errors
-from .._torch import is_parameter, storage_id, version_of
+from .._torch import is_parameter, storage_id
 from .._torch.tensors import apart, wants_grad
 from ..stores import Hooks, Kept, Store
 from .arguments import Call
@@ -39,7 +38,6 @@ class _Detached:
 
 
 _ORDINARY = frozenset({torch.Tensor, torch.nn.Parameter})
-_is_view = operator.methodcaller("_is_view")
 _attributes_of: Callable[[torch.Tensor], dict[str, Any]] = operator.attrgetter("__dict__")
 
 
@@ -66,46 +64,48 @@ class Inputs:
     )
 
     def __init__(self, call: Call, cells: Sequence[torch.Tensor], store: Store | None, region: str) -> None:
-        self._call = call
-        self._store = store
+        self._call, self._store = call, store
         self._spoiled: tuple[int, int] | None = None
         self._storages: set[int] | None = None
+        self._attributes: dict[int, dict[str, Any]] = {}
+        self.views = False
         leaves = call.leaves
-        self.given: Sequence[torch.Tensor]
-        self.given = given = [*map(leaves.__getitem__, call.tensors), *cells]
+        given: list[torch.Tensor] = [*map(leaves.__getitem__, call.tensors), *cells]
         for i in call.tensors:
             leaves[i] = None
-        self._versions = versions = [*map(version_of, given)]
-        ids = dict(zip(map(id, given), versions, strict=True))
+        self._held: list[Any] = []
+        self._versions: list[int] = []
+        ids: dict[int, int] = {}
+        hold, holds = self._hold, self._held.append
+        for n, tensor in enumerate(given):
+            self._versions.append(tensor._version)
+            if tensor.__dict__:
+                self._attributes[n] = dict(tensor.__dict__)
+            if id(tensor) in ids:
+                holds(self._again(tensor, given))
+                continue
+            ids[id(tensor)] = tensor._version
+            view = tensor._is_view()
+            self.views = self.views or view
+            if store is not None or view or type(tensor) not in _ORDINARY:
+                holds(hold(region, tensor))
+            elif not tensor.requires_grad:  # from here on as `_hold` does, for tensors that are no views
+                holds(tensor.detach())
+            elif tensor.is_leaf:
+                holds(tensor)
+            else:
+                detached = _Detached()
+                detached.tensor = tensor.detach()
+                holds(detached)
+        self.given: Sequence[torch.Tensor] = given
         self.ids: dict[int, int] = ids if store is None else {}
         self._shared = len(ids) != len(given)
-        self._attributes: dict[int, dict[str, Any]] = {}
-        if any(map(_attributes_of, given)):
-            self._attributes = {n: dict(found) for n, found in enumerate(map(_attributes_of, given)) if found}
-        self.views = any(map(_is_view, given))
-        self._held: list[Any] = []
-        if store is not None or self.views or self._shared or not _ORDINARY.issuperset(map(type, given)):
-            hold = functools.partial(self._hold, region)
-            self._held = [*map(hold, given)] if not self._shared else self._each_once(given, hold)
-            return
-        for tensor in given:  # as `_hold` does, for tensors that are no views
-            held: Any = tensor
-            if not tensor.requires_grad:
-                held = tensor.detach()
-            elif not tensor.is_leaf:
-                held = _Detached()
-                held.tensor = tensor.detach()
-            self._held.append(held)
 
-    def _each_once(self, given: Sequence[torch.Tensor], hold: Callable[[torch.Tensor], Any]) -> list[Any]:
-        """Holds tensors of which some are passed more than once: one tensor stays one."""
-        held: dict[int, Any] = {}
-        for tensor in given:
-            if id(tensor) not in held:
-                held[id(tensor)] = hold(tensor)
-            elif isinstance(self._store, Around):
-                self._store.put(tensor)
-        return [held[id(tensor)] for tensor in given]
+    def _again(self, tensor: torch.Tensor, given: Sequence[torch.Tensor]) -> Any:
+        """Returns the object by which a tensor is held that is passed again: one tensor stays one."""
+        if isinstance(self._store, Around):
+            self._store.put(tensor)
+        return next(held for held, one in zip(self._held, given, strict=False) if one is tensor)
 
     def _hold(self, region: str, tensor: torch.Tensor) -> Any:
         if type(tensor) is ShapeOnly:
@@ -138,45 +138,51 @@ class Inputs:
         """Lets go of everything: there will be no replay."""
         self._held, self._call.leaves, self._attributes = [], [], {}
 
-    def check(self, region: str) -> None:
-        """Before a replay: raises if an argument has been changed in place, by the region itself or since."""
-        found = self._spoiled
-        if self._store is None:
-            for n in range(len(self._call.tensors)):
-                held = self._held[n]
-                version = (held.tensor if type(held) is _Detached else held)._version
-                if version != self._versions[n]:
-                    found = n, version
-                    break
-        if found is not None:
-            n, now = found
-            places = self._call.tensors
-            label = self._call.label(places[n]) if n < len(places) else "a closure variable"
-            raise errors.ChangedError(errors.changed_input(region, label, self._versions[n], now))
+    def open(
+        self, region: str | None = None
+    ) -> tuple[Sequence[Any], dict[str, Any], Sequence[torch.Tensor], Container[int]]:
+        """Returns a replay's arguments, keyword arguments and closure tensors, and ids that the graph may hold.
 
-    def open(self) -> tuple[Sequence[Any], dict[str, Any], Sequence[torch.Tensor], Container[int]]:
-        """Returns a replay's arguments, keyword arguments and closure tensors, and ids that the graph may hold."""
+        Args:
+            region: The name of the region that is replayed; None to open the arguments even if they have changed.
+
+        Raises:
+            ChangedError: An argument has been changed in place, by the region itself or since.
+        """
+        if region is not None and self._spoiled is not None:
+            raise self._changed(region, *self._spoiled)
+        call, tensors = self._call, list[torch.Tensor]()
+        checked = len(call.tensors) if region is not None and self._store is None else 0
         opened: dict[int, torch.Tensor] = {}  # by what is held: of one tensor that was passed twice one is made
-        tensors: list[torch.Tensor] = []
-        for held in self._held:
-            tensor = opened.get(id(held))
+        for n, held in enumerate(self._held):
+            tensor = opened.get(id(held)) if self._shared else None
             if tensor is None:
-                if type(held) is _Detached:
-                    tensor = held.tensor.detach().requires_grad_()
-                elif type(held) is Kept:
+                if type(held) is Kept:
                     tensor = held.open()
                 else:
-                    tensor = held if held.requires_grad else held.detach()  # what the replay does to it must not stay
+                    detached = type(held) is _Detached
+                    tensor = held.tensor if detached else held
+                    if n < checked and tensor._version != self._versions[n]:
+                        raise self._changed(str(region), n, tensor._version)
+                    if detached:
+                        tensor = tensor.detach().requires_grad_()
+                    elif not tensor.requires_grad:
+                        tensor = tensor.detach()  # what the replay does to it must not stay
                 opened[id(held)] = tensor
             tensors.append(tensor)
         for n, found in self._attributes.items():
             _attributes_of(tensors[n]).update(found)
-        leaves = list(self._call.leaves)
-        for i, tensor in zip(self._call.tensors, tensors, strict=False):
+        leaves = list(call.leaves)
+        for i, tensor in zip(call.tensors, tensors, strict=False):
             leaves[i] = tensor
-        args, kwargs = (leaves, {}) if self._call.flat else self._call.arguments(leaves)
-        ids = set(map(id, tensors)) if self._store is None else ()
-        return args, kwargs, tensors[len(self._call.tensors) :], ids
+        args, kwargs = (leaves, {}) if call.flat else call.arguments(leaves)
+        return args, kwargs, tensors[len(call.tensors) :], set(map(id, tensors)) if self._store is None else ()
+
+    def _changed(self, region: str, n: int, now: int) -> errors.ChangedError:
+        """The error for an argument that has been changed in place."""
+        places = self._call.tensors
+        label = self._call.label(places[n]) if n < len(places) else "a closure variable"
+        return errors.ChangedError(errors.changed_input(region, label, self._versions[n], now))
 
 
 class ResultOwner(Protocol):

@@ -20,7 +20,6 @@ inside that module, and under ZeRO-3 its forward hook would take away the weight
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import weakref
 from _thread import RLock
@@ -32,7 +31,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.hooks import RemovableHandle
 
 from .. import _torch, errors, state
-from .._torch import devices, parameter_of, storage_id, tracing
+from .._torch import devices, parameter_of, storage_id, tracing, version_of
 from .._torch.modes import ComputedWeights
 from .._torch.tensors import meta, say
 from ..observer import here, is_exhaustion, tell
@@ -88,8 +87,6 @@ class Replay(Run):
 
     pack: Callable[..., Packed]
     replaying = True
-    filled = 0
-    _done, _unfinished, _last = False, -1, -1
     _fingerprints: Fingerprints | None = None
     _module_hook: RemovableHandle | None = None
     _borrowed: Sequence[tuple[Slot, torch.Tensor]] = ()
@@ -97,6 +94,7 @@ class Replay(Run):
     def __init__(self, region_call: RegionCall, ids: Container[int], opened: Slot | None = None) -> None:
         self.name, self.ambients, self.record = region_call.name, region_call.ambients, region_call.record
         self._region_call, self._ids, self._opened = region_call, ids, opened
+        self.filled, self._done, self._unfinished, self._last = 0, False, -1, -1
         self._restored = region_call.replay_state.restored
         self._stop = stop = region_call.need() if region_call.options.early_stop else None
         if stop is not None and stop[1] == math.inf:
@@ -548,24 +546,18 @@ class RegionCall(Run):
         """Replays the region, unless another thread has done it meanwhile, and returns the slot's tensor."""
         with self._lock:
             if not isinstance(slot.tensor, torch.Tensor):
-                replay = functools.partial(self._replay, slot)
+                replay = self._replay
                 if self.observers is not None:
                     replay = self.observers.around("rebuild", self.name, self, replay)
                 try:
                     if self.streams:
                         with _torch.on_streams(self.streams):
-                            filled = replay()
+                            filled = replay(slot)
                     else:
-                        filled = replay()
+                        filled = replay(slot)
                 except errors.MismatchError as error:
                     self.release()
-                    changed = self._changed()
-                    if changed:
-                        raise errors.ChangedError(changed) from None
-                    from .mismatch import OpTrace
-
-                    if isinstance(self._contexts, OpTrace):
-                        raise errors.MismatchError(f"{error}\n{self._contexts.explain()}") from None
+                    self._explain(error)
                     raise
                 except BaseException as error:
                     if isinstance(error, RuntimeError):
@@ -577,10 +569,30 @@ class RegionCall(Run):
                         if record.owns(slot):
                             raise errors.MismatchError(errors.missed_call(self.name, record.name))
                     raise errors.MismatchError(_fewer(self.name, len(self.slots), filled, slot))
-            tensor = slot.tensor
-            self._decide_lifetime()
-            assert isinstance(tensor, torch.Tensor)
+            tensor: Any = slot.tensor
+            # Where the graph is not retained, autograd empties nodes. Else what is rebuilt lives until it is read, or
+            # to the second half of this backward.
+            if _torch.graph_task_id() == -1:
+                self.transient = True
+                self.release()
+                return tensor
+            task = this_task()
+            self.transient = task.kept
+            if (task.kept and leaves_undone(self._first)) or _torch.exec_group() is not None:
+                self.transient, task.split = False, True
+            else:
+                task.region_calls.append(weakref.ref(self))
             return tensor
+
+    def _explain(self, error: errors.MismatchError) -> None:
+        """Raises an error that says more than a mismatch does, where more is known."""
+        changed = self._changed()
+        if changed:
+            raise errors.ChangedError(changed) from None
+        from .mismatch import OpTrace
+
+        if isinstance(self._contexts, OpTrace):
+            raise errors.MismatchError(f"{error}\n{self._contexts.explain()}") from None
 
     def _changed(self) -> str:
         """Text for what has been changed since the forward so that another replay came of it; "" if that is unknown."""
@@ -613,10 +625,10 @@ class RegionCall(Run):
         return bool(found)
 
     def _replay(self, opened: Slot) -> int:
-        if self.replay_state.reached is not None:
-            self.replay_state.reached.check(self.name)
-        self.inputs.check(self.name)
-        args, kwargs, cells, ids = self.inputs.open()
+        reached = self.replay_state.reached
+        if reached and (reached.dict_versions is None or [*map(version_of, reached.weights)] != reached.versions):
+            reached.check(self.name)
+        args, kwargs, cells, ids = self.inputs.open(self.name)
         fn = self._template if self._whole else rebuild(self._template, cells)
         if self._contexts is not None:
             fn = _within(self._contexts, fn)
@@ -640,24 +652,6 @@ class RegionCall(Run):
             thread.run, thread.overrides, here.observers = outer, overrides, observers
             _torch.set_grad_enabled(grad)
         return self._replay(opened)
-
-    def _decide_lifetime(self) -> None:
-        """Says how long the rebuilt tensors live.
-
-        Where the graph is not retained, autograd empties their nodes. Else they live until they are read, or to the
-        second half of this backward.
-        """
-        if _torch.graph_task_id() == -1:
-            self.transient = True
-            self.release()
-            return
-        task = this_task()
-        kept = task.kept
-        if (kept and leaves_undone(self._first)) or _torch.exec_group() is not None:
-            self.transient, task.split = False, True
-        else:
-            self.transient = kept
-            task.region_calls.append(weakref.ref(self))
 
     def let_go(self, slot: Slot, tensor: torch.Tensor) -> None:
         """Empties a slot that has been read, unless its node is to run once more, in another half of this backward."""

@@ -23,7 +23,7 @@ from torch.nn.parameter import Parameter, UninitializedBuffer, UninitializedPara
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import _torch, errors
-from .._torch import leads_to, version_of
+from .._torch import leads_to, version_of, version_of_dict
 from .._torch.tensors import apart
 from ..state import CPU_RNG, GENERATORS, Ambient, TensorState, copies, elsewhere, same, undrawn
 from .captures import MANY, Captured, Captures, Contents, Snapshot, parameters_of, snapshot, undo
@@ -139,12 +139,15 @@ class _Reached:
         versions: Their versions.
         places: What the modules hold, and the containers and configs that are their attributes.
         unsettled: Whether the end of the forward has anything to forget or to take.
+        dicts: The dictionaries of all modules.
+        dict_versions: Their versions. Where there is nothing else to compare or to watch, they say whether anything has
+            changed; else None.
         copies: Copies of the tensors that have other contents during a replay than outside of it.
     """
 
     __slots__ = (
         *("_hooks", "_large", "_late", "_made_late", "_modules", "_ordinary", "_snapshots", "_state", "_watched"),
-        *("_whole", "copies", "places", "unsettled", "versions", "weights"),
+        *("_whole", "copies", "dict_versions", "dicts", "places", "unsettled", "versions", "weights"),
     )
 
     def __init__(self, reach: Captures, cells: bool) -> None:
@@ -156,10 +159,14 @@ class _Reached:
         self._made_late = False  # whether the forward gives memory to parameters of a LazyModule
         self._hooks: _Hooks | None = None
         weights: list[Any] = []
+        dicts: list[dict[Any, Any]] = []
+        versions: list[int] = []
         buffers = hooked = unsettled = False
         for found in reach.snapshots:
             scan = found.scan
-            weights += filter(_is_there, found.then[scan.weights])
+            weights += filter(_is_there, found.inside[: scan.weights])
+            dicts += found.dicts
+            versions += found.versions
             buffers, hooked = buffers or scan.buffers, hooked or found.hooked
             unsettled = unsettled or bool(scan.tensors)
         if hooked:
@@ -178,6 +185,7 @@ class _Reached:
         if others or buffers:
             self._watch(reach, cells)
         self.unsettled = others or buffers or hooked or unsettled or not self._ordinary
+        self.dicts, self.dict_versions = dicts, None if self.unsettled or reach.contents else versions
 
     def _watch(self, reach: Captures, cells: bool) -> None:
         copied: list[torch.Tensor] = []
@@ -233,7 +241,7 @@ class _Reached:
         self._watched = [(seen, version) for seen, version in self._watched if id(seen.tensor) not in restored]
 
     def check(self, region: str) -> None:
-        """Before a replay: raises if a weight or buffer that the function reaches has been changed since."""
+        """Before a replay: raises if a weight, buffer or large container has been changed since."""
         for place in self._large:
             if place.lost():
                 raise errors.ChangedError(_changed_container(region, place))
@@ -275,6 +283,13 @@ class _Reached:
         copied = {id(tensor) for tensor in self._state.tensors}
         watched = ((s.tensor, version) for s, version in self._watched if id(s.tensor) not in copied)
         return [*map(version_of, self.weights)] != self.versions or any(version_of(t) != then for t, then in watched)
+
+    def tidy(self) -> None:
+        """Puts back what a replay has written, which began with everything as the forward found it."""
+        for place in self.places:
+            if not place.same():
+                with _exclusive:
+                    place.restore()
 
     def restored(self) -> frozenset[int]:
         return frozenset(map(_torch.storage_id, self._state.tensors))
@@ -357,14 +372,14 @@ class ReplayState:
         reached = self.reached
         context = self._context.copy()  # a context cannot be entered twice, and replays may nest
         consumed = self._consumed if self._cpu is None else [(CPU_RNG, self._cpu), *self._consumed]
-        if not consumed and present == self._settings and (reached is None or reached.same()):
+        dicts, versions = ((), []) if reached is None else (reached.dicts, reached.dict_versions)
+        same = reached is None or [*map(version_of_dict, dicts)] == versions or reached.same()
+        if same and not consumed and present == self._settings:
             try:
                 context.run(fn, *args)
             finally:
-                for place in () if reached is None else reached.places:
-                    if not place.same():  # what the replay wrote
-                        with _exclusive:
-                            place.restore()
+                if reached is not None and [*map(version_of_dict, dicts)] != versions:
+                    reached.tidy()
             return
         with _exclusive, contextlib.ExitStack() as stack:
             for ambient, before in consumed:

@@ -311,19 +311,26 @@ class SavedCall:
         base: Any = tensor._base
         if base is None:
             base = tensor
-        if not (type(base) is type(tensor) is torch.Tensor) and (is_parameter(base) or is_parameter(tensor)):
-            return tensor if tensor.is_leaf else tensor.detach(), tensor._version
         if region_call is not None and id(base) in region_call.alive:
             return tensor.detach(), tensor._version
+        if not (type(base) is type(tensor) is torch.Tensor) and (is_parameter(base) or is_parameter(tensor)):
+            return tensor if tensor.is_leaf else tensor.detach(), tensor._version
         if region_call is not None:
-            for i in self._sources(tensor, base, inputs, region_call):
-                if i is None:
-                    return tensor.detach(), version_of(tensor)
-                slot = self.slot(region_call, tensor, i, inputs[i]) if version_of(inputs[i]) == versions[i] else None
-                if slot is not None:
-                    if region_call.observers is not None:
-                        region_call.observers.dropped(region_call, tensor)
-                    return slot
+            slot = None
+            for i, given in enumerate(inputs):
+                if (given is tensor or given is base) and slot is None and given._version == versions[i]:
+                    slot = self.slot(region_call, tensor, i, given)
+            if slot is None and not (self.pure and base is tensor):  # else an input may be a view of that base
+                storage = storage_id(tensor)
+                if storage and storage in region_call.inputs.storages:
+                    return tensor.detach(), tensor._version
+                for i, given in enumerate(inputs if storage else ()):
+                    if storage_id(given) == storage and slot is None and given._version == versions[i]:
+                        slot = self.slot(region_call, tensor, i, given)
+            if slot is not None:
+                if region_call.observers is not None:
+                    region_call.observers.dropped(region_call, tensor)
+                return slot
         return self.hold(tensor, region_call, store)
 
     def hold(self, tensor: torch.Tensor, region_call: Scope | None, store: Store | None) -> Packed:
@@ -335,21 +342,6 @@ class SavedCall:
             return held, version_of(held)
         self._leaving.append(Kept(store, tensor.detach(), self.name, later=True))
         return self._leaving[-1]
-
-    def _sources(
-        self, tensor: torch.Tensor, base: torch.Tensor, inputs: Sequence[torch.Tensor], region_call: Scope
-    ) -> Iterator[int | None]:
-        """The numbers of the inputs whose memory a tensor has; None where it has that of an input of the region."""
-        for i, given in enumerate(inputs):
-            if given is tensor or given is base:
-                yield i
-        storage = 0 if self.pure and base is tensor else storage_id(tensor)  # else an input may be a view of that base
-        if storage:
-            if storage in region_call.inputs.storages:
-                yield None
-            for i, given in enumerate(inputs):
-                if storage_id(given) == storage:
-                    yield i
 
 
 def _view(tensor: torch.Tensor, inputs: Sequence[torch.Tensor]) -> View | None:

@@ -110,15 +110,6 @@ def _awaited(kinds: tuple[str, ...], declared: int) -> tuple[frozenset[str], fro
     return kept, unused, frozenset(functions)
 
 
-def _pure(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Returns whether a kept call takes no random numbers and changes nothing, as attention without dropout."""
-    if "out" in kwargs or func in _declared:
-        return False
-    if func is F.scaled_dot_product_attention:
-        return not (args[4] if len(args) > 4 else kwargs.get("dropout_p"))
-    return func not in ATTENTION
-
-
 class KeepCalls(TorchFunctionMode):
     """Makes saved calls of all calls of some of `choice.KINDS`; what is both unused and kept counts as unused."""
 
@@ -138,9 +129,16 @@ class KeepCalls(TorchFunctionMode):
                 return attention_in_parts(*args, **kwargs)
         kind = kind_of(func, args, kwargs, narrow="product" not in self._kinds)
         if kind in self._kinds or kind in self._unused:
-            pure, unused = _pure(func, args, kwargs), kind in self._unused
-            return keep(_name_of(func), func, args, kwargs, self._store, unused, pure)
+            # A pure call takes no random numbers and changes nothing, as attention without dropout.
+            pure = func in PRODUCTS and func not in _declared and "out" not in kwargs
+            if func is F.scaled_dot_product_attention:
+                pure = not (args[4] if len(args) > 4 else kwargs.get("dropout_p"))
+            return keep(_name_of(func), func, args, kwargs, self._store, kind in self._unused, pure)
         return func(*args, **kwargs)
+
+
+_keep_calls = functools.cache(lambda kinds, declared: KeepCalls(kinds))
+"""The mode for some kinds of calls, as long as no more functions are declared; any number of threads may be in it."""
 
 
 class KeepCollectives(_torch.TorchDispatchMode):
@@ -182,11 +180,11 @@ def run_keeping(
         tracing.end_graph()  # the modes see what runs
     functions, collectives = _split(kinds)
     if not collectives and not carry:
-        with KeepCalls(functions):
+        with _keep_calls(functions, len(_declared)):
             return fn(*args, **kwargs)
     with ExitStack() as stack:
         if functions:
-            stack.enter_context(KeepCalls(functions))
+            stack.enter_context(_keep_calls(functions, len(_declared)))
         if collectives:
             stack.enter_context(KeepCollectives(collectives))
         if carry:
