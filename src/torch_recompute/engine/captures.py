@@ -448,7 +448,7 @@ class _Scan:
 
     def __init__(self, root: nn.Module) -> None:
         modules = list(root.modules())
-        self.root = weakref.ref(root, functools.partial(_forget, id(root)))
+        self.root = weakref.ref(root, functools.partial(_forget, _scans, id(root)))
         self.refs = [*map(weakref.ref, modules)]
         dicts: list[dict[str, Any]] = [*map(_dict_of, modules)]
         self.keys = [tuple(name for name in own if name not in _NOT_READ) for own in dicts]
@@ -493,10 +493,10 @@ def _tracks_phases(module: nn.Module) -> bool:
 _scans: dict[int, _Scan] = {}
 
 
-def _forget(key: int, ref: Any) -> None:
-    scan = _scans.get(key)
+def _forget(scans: dict[int, _Scan], key: int, ref: Any) -> None:
+    scan = scans.get(key)  # an argument, since the module's names are gone when the interpreter ends
     if scan is not None and scan.root is ref:
-        del _scans[key]
+        del scans[key]
 
 
 def snapshot(root: nn.Module) -> Snapshot:
