@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -39,7 +39,7 @@ from torch.utils.data import DataLoader
 import torch_recompute
 from laws.watch import Turns, vector
 from support.elastic import Script
-from support.models import Block
+from support.models import Block, Made
 from torch_recompute import (
     ArgumentError,
     BudgetError,
@@ -793,6 +793,27 @@ def wraps_one_by_one() -> None:
         layers(torch.ones(2, 3))
 
 
+def elastic(layer: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    meter = types.SimpleNamespace(live=lambda: 0, lap=lambda: 0, reset_lap=lambda: None)
+    return recompute(layer, name="layer", elastic=Elastic("1GiB", meter=meter))
+
+
+def summed_over_ranks(x: torch.Tensor) -> torch.Tensor:
+    total = x.detach().exp()
+    dist.all_reduce(total)
+    return x.exp() * total
+
+
+def evicts_what_gathers_weights() -> None:
+    """Backward replays two sharded layers before the hooks that gather their weights."""
+    layers = {name: torch.nn.Linear(3, 3) for name in ("up", "down")}
+    model = Made(lambda m, x: elastic(lambda x: m.down(m.up(x)).sin())(x), **layers)
+    with two_ranks():
+        for module in (*layers.values(), model):
+            fully_shard(module)
+        model(torch.ones(2, 3)).sum().backward()
+
+
 def measures_twice() -> None:
     measured = measure()
     for _ in range(2):
@@ -983,6 +1004,9 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: RngStreams(10).add("mine", 10),
     lambda: RngStreams(10).fork("model_parallel").__enter__(),
     lambda: keep_collectives(torch.sin, kind="all_reduce"),
+    lambda: inside(two_ranks(), lambda: elastic(summed_over_ranks)(vector())),
+    evicts_what_gathers_weights,
+    lambda: inside(two_ranks(), lambda: Elastic(group=[0, 1])),
     # plans
     lambda: Plan((Choice(("a",)), Choice(("a",)))),
     lambda: apply(Scale(), "full"),

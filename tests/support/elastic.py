@@ -38,6 +38,12 @@ class Script:
                 call = ref()
                 self.evicted += call is not None and call.evict(self.saved)
 
+    def watch(self, call: ElasticCall) -> None:
+        pass
+
+    def agree(self, call: ElasticCall) -> None:
+        pass
+
     def forward(self, call: ElasticCall) -> bool:
         if self.when == "inside":
             self.evict()
@@ -68,7 +74,7 @@ class Script:
         self.failures += 1
         return attempt < self.retries
 
-    def unrepeatable(self) -> str:
+    def unrepeatable(self, replaying: bool = False) -> str:
         return ""
 
     def shortage(self) -> str:

@@ -1,4 +1,4 @@
-"""The functional collectives of torch, and what the classes of tensors that make them are shown to."""
+"""Torch's collectives: the functional ones, the ranks of each, and what the classes of tensors that make them see."""
 
 # pyright: reportPrivateUsage=false
 
@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
     _pop_mode,
@@ -48,6 +49,16 @@ def call_next_mode(mode: Any, func: Any, kinds: Any, args: tuple[Any, ...], kwar
     finally:
         _pop_mode()
         _push_mode(around)
+
+
+def members(args: Sequence[Any]) -> frozenset[int] | None:
+    """The ranks of a collective, from the arguments of its operation; None where these do not name a group."""
+    for arg in reversed(args):
+        if isinstance(arg, str):
+            return frozenset(dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(arg)))
+        if isinstance(arg, torch.ScriptObject) and arg._type().name() == "ProcessGroup":
+            return frozenset(dist.get_process_group_ranks(dist.ProcessGroup.unbox(arg)))
+    return None
 
 
 def let_go(outputs: Iterable[torch.Tensor]) -> None:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -40,13 +40,17 @@ from ..observer import here, tell
 from ..stores import Kept, Store
 from ..values import Run, thread
 from .backward_task import this_task
-from .region_call import Options, RegionCall, Replay
+from .region_call import Contexts, Options, RegionCall, Replay
 from .saved_call import SavedCall
 from .slots import Packed, Slot, unpack
 
 
 class Part(Protocol):
     """One region's part of a pool: decides what its calls keep, and makes room before each stretch of a step."""
+
+    def watch(self, call: ElasticCall) -> Contexts | None:
+        """Returns what is entered around the forward of a call, and around its replays; None for nothing."""
+        ...
 
     def forward(self, call: ElasticCall) -> bool:
         """Makes room for a forward, and returns whether the call is to keep what it saves."""
@@ -58,6 +62,10 @@ class Part(Protocol):
 
     def interrupted(self, call: ElasticCall) -> None:
         """Notes that a forward or replay has raised."""
+        ...
+
+    def agree(self, call: ElasticCall) -> None:
+        """Evicts what other ranks have evicted, before the backward of a call begins; the call may be among it."""
         ...
 
     def backward(self, call: ElasticCall) -> None:
@@ -80,8 +88,8 @@ class Part(Protocol):
         """Evicts others after an allocation of the call has failed; returns whether to try again."""
         ...
 
-    def unrepeatable(self) -> str:
-        """A sentence on why a forward cannot be run again; "" where it can."""
+    def unrepeatable(self, replaying: bool = False) -> str:
+        """A sentence on why a forward, or a replay, cannot be run again; "" where it can."""
         ...
 
     def shortage(self) -> str:
@@ -245,6 +253,9 @@ class ElasticCall(RegionCall):
     def __init__(self, part: Part, options: Options, fn: Any, args: Any, kwargs: Any, outer: Run | None) -> None:
         if capturing():
             raise errors.ArgumentError(_in_graph(options.name))
+        contexts = part.watch(self)
+        if contexts is not None:
+            options = options._replace(contexts=contexts)
         super().__init__(options, fn, args, kwargs, outer)
         self.part = part
         self._moved: weakref.WeakKeyDictionary[Slot, Kept] = weakref.WeakKeyDictionary()
@@ -347,7 +358,18 @@ class ElasticCall(RegionCall):
 
     # --- eviction -------------------------------------------------------------------------------------------------
 
-    def evict(self, saved: bool, to: Store | None = None) -> bool:
+    def in_saved_call(self) -> str:
+        """The name of the saved call of its own that its forward is in; "" outside of them."""
+        records = () if self.record is None else self.record.records
+        last = records[-1] if records else None
+        return last.name if isinstance(last, SavedCall) and not last.finished else ""
+
+    @property
+    def emptied(self) -> bool:
+        """Whether what saved calls keep is gone, too."""
+        return any(record.emptied for record in self._own_saved_calls())
+
+    def evict(self, saved: bool, to: Store | None = None, but: Container[str] = ()) -> bool:
         """Empties the slots, and with `saved` what saved calls keep; returns whether there was something to empty.
 
         A call whose backward has begun stays, and so does one that another thread is busy with.
@@ -355,6 +377,7 @@ class ElasticCall(RegionCall):
         Args:
             saved: Whether what saved calls keep goes too.
             to: A store that what the slots hold is moved to.
+            but: The names of saved calls that keep what they have.
         """
         if self.started or not (self.complete or self.thread == threading.get_ident()):
             return False
@@ -366,7 +389,8 @@ class ElasticCall(RegionCall):
                 if to is not None:
                     self._move(to)
                 self.release()
-            emptied = [record.empty() for record in self._own_saved_calls()] if saved and self.complete else []
+            records = [*self._own_saved_calls()] if saved and self.complete else []
+            emptied = [record.empty() for record in records if record.name not in but]
             return kept or any(emptied)
         finally:
             self._lock.release()
@@ -398,8 +422,14 @@ class ElasticCall(RegionCall):
         if self.started:
             if not any(record.stores(slot) for record in self._own_saved_calls()):
                 super().let_go(slot, tensor)
-        else:
+            return
+        self.part.agree(self)
+        if slot.tensor is not None:
             self._begin()
+        else:  # it is replayed now, as on the ranks that had evicted it
+            rebuilt = self.rebuild(slot)
+            if self.transient:
+                super().let_go(slot, rebuilt)
 
     def _begin(self) -> None:
         """Notes that a backward has begun to read what was not replayed."""
@@ -423,6 +453,7 @@ class ElasticCall(RegionCall):
 
     def _replay(self, opened: Slot) -> int:
         outermost, attempt = not here.again, 0
+        self.part.agree(self)
         self.started = True
         self.part.replay(self)
         while True:
@@ -435,9 +466,10 @@ class ElasticCall(RegionCall):
                     raise
                 clear(error)
                 self.release()
-                if not self.part.failed(self, attempt):
+                again = self.part.unrepeatable(replaying=True)
+                if again or not self.part.failed(self, attempt):
                     here.again = False
-                    self._give_up(error, "", replaying=True)
+                    self._give_up(error, again, replaying=True)
                     raise
             except BaseException:
                 self.part.interrupted(self)

@@ -34,8 +34,10 @@ import torch
 from .. import errors
 from .._text import shown, table
 from ..engine.elastic import ElasticCall
+from ..engine.region_call import Contexts
 from ..stores import bandwidth
 from .budget import as_budget, read_budget
+from .collectives import Agreement, Collectives
 from .free import memory_of
 from .meter import HeapMeter, Meter, between, has_passed, meter_for, stamp
 
@@ -82,7 +84,6 @@ def _step_of(size: int) -> int:
     return size >> coarse << coarse
 
 
-@shown
 class ElasticRow(NamedTuple):
     """One region's calls, counted.
 
@@ -200,6 +201,7 @@ class Elastic:
         self.parts: list[_RegionMemory] = []
         self._calls: dict[int, weakref.ref[ElasticCall]] = {}  # complete or in forward, and backward has not begun
         self.lock = threading.RLock()
+        self.agreement = None if group is None else Agreement(group, self.lock)
         self._stretch: tuple[_RegionMemory, str, int, int, bool] | None = (
             None  # whose, which, size, what was alive, lap taken
         )
@@ -396,16 +398,22 @@ class _RegionMemory:
     Attributes:
         needs: What each stretch that begins here takes.
         counts: What its calls did, as in `ElasticRow`.
+        collectives: What it communicates.
     """
 
     def __init__(self, pool: Elastic, name: str) -> None:
         self.pool, self.name = pool, name
+        self.collectives = Collectives(name, pool.agreement)
         self.needs = {kind: _Learned() for kind in (KEPT, DROPPED, AFTER, BACKWARD, REPLAY)}
         self._saved = _Learned()
         self.counts = dict.fromkeys(ElasticRow._fields[1:-1], 0)
         self._timed: list[tuple[int, Any, Any]] = []  # replays by their size, from one moment to another
         self._micros = _Learned()  # of a replay
         self._seconds = 0.0
+
+    def watch(self, call: ElasticCall) -> Contexts | None:
+        """Returns what is entered around the forward of a call, and around its replays; None for nothing."""
+        return self.collectives.watch(call)
 
     def forward(self, call: ElasticCall) -> bool:
         """Makes room for a forward, and returns whether the call is to keep what it saves."""
@@ -418,7 +426,7 @@ class _RegionMemory:
             mine = [other.microbatch for other in pool.waiting() if other.part is self]
             call.microbatch = 1 + max(mine) if mine else 0
             lean = self.needs[DROPPED].of(call.size)
-            keeps = lean is not None and not call.attempt and not pool.always
+            keeps = not (lean is None or call.attempt or pool.always or self.collectives.unclear)
             if keeps:
                 most = (self._saved.of(call.size) or 0) + (lean or 0)
                 seen = self.needs[KEPT].of(call.size)
@@ -438,6 +446,8 @@ class _RegionMemory:
         with pool.lock:
             pool.end()
             pool.waits(call)
+            if self._agreed_on:
+                self._agreed_on.add(call)
             if not call.kept:
                 self._saved.learn(call.size, call.saved_bytes())
             pool.begin(self, AFTER, call)
@@ -447,9 +457,20 @@ class _RegionMemory:
         with self.pool.lock:
             self.pool.end()
 
+    @property
+    def _agreed_on(self) -> Agreement | None:
+        """How ranks agree on the region's calls; None where each decides for itself."""
+        return self.pool.agreement if self.collectives.repeated else None
+
+    def agree(self, call: ElasticCall) -> None:
+        """Evicts what other ranks have evicted, before the backward of a call begins; the call may be among it."""
+        if self._agreed_on:
+            self._agreed_on.agree(call, lambda one, saved: one.part.evict_now(one, saved))
+
     def backward(self, call: ElasticCall) -> None:
         """Makes room for the backward of a kept call, which begins now."""
         with self.pool.lock:
+            self.collectives.seen(replayed=False)
             self.pool.end()
             self.pool.starts(call)
             self.pool.begin(self, BACKWARD, call)
@@ -476,21 +497,31 @@ class _RegionMemory:
                     self._timed[place] = size, began, stamp()
                     break
             self._take_times()
+            self.collectives.seen(replayed=True)
             self.pool.begin(self, BACKWARD, call)
 
     def held(self, call: ElasticCall) -> int:
-        """The bytes that a kept call is expected to hold."""
-        return self._saved.of(call.size) or 0
+        """The bytes that eviction of a kept call is expected to free."""
+        return 0 if self._stays(call) else self._saved.of(call.size) or 0
+
+    def _stays(self, call: ElasticCall) -> bool:
+        """Whether the call stays as it is, because ranks have agreed on it or may have to."""
+        return self.collectives.unclear or (self._agreed_on is not None and self._agreed_on.settled(call))
 
     def evict(self, call: ElasticCall, saved: bool) -> bool:
         """Evicts a call, and with `saved` what its saved calls keep; returns whether there was something."""
-        kept, to = call.kept, None if saved else self._goes_to(call)
-        if not call.evict(saved, to):
-            return False
-        self.counts["evicted"] += kept
-        self.counts["moved"] += kept and to is not None
-        self.counts["emptied"] += saved
-        return True
+        return not self._stays(call) and self.evict_now(call, saved, None if saved else self._goes_to(call))
+
+    def evict_now(self, call: ElasticCall, saved: bool, to: Any = None) -> bool:
+        """Evicts a call that ranks may just have agreed on."""
+        with self.pool.lock:
+            kept = call.kept
+            if not call.evict(saved, to, self.collectives.saved):
+                return False
+            self.counts["evicted"] += kept
+            self.counts["moved"] += kept and to is not None
+            self.counts["emptied"] += saved
+            return True
 
     def replay_micros(self, size: int) -> int | None:
         """The microseconds that a replay takes; None before the first was timed."""
@@ -499,7 +530,7 @@ class _RegionMemory:
     def _goes_to(self, call: ElasticCall) -> Any:
         """The store, where bringing back what a call keeps takes less time than its replay; None elsewhere."""
         micros = self.replay_micros(call.size)
-        if self.pool.store is None or micros is None:
+        if self.pool.store is None or micros is None or self._agreed_on:
             return None
         back = self.held(call) / bandwidth(self.pool.device).to_device
         return self.pool.store if 1e6 * back < micros else None
@@ -531,9 +562,9 @@ class _RegionMemory:
         for part in self.pool.parts:
             yield part.counts["evicted"] + part.counts["emptied"]
 
-    def unrepeatable(self) -> str:
-        """A sentence on why a forward cannot be run again; "" where it can."""
-        return ""
+    def unrepeatable(self, replaying: bool = False) -> str:
+        """A sentence on why a forward, or a replay, cannot be run again; "" where it can."""
+        return self.collectives.unrepeatable(replaying)
 
     def shortage(self) -> str:
         """The sentences for an error that memory ran out although nothing is left to evict."""
