@@ -12,7 +12,7 @@ from torch import nn
 
 from laws.watch import vector
 from support.models import Made
-from torch_recompute import ChangedError, recompute
+from torch_recompute import ChangedError, no_recompute, recompute
 from torch_recompute.engine import captures
 from torch_recompute.engine.captures import reach, rebuild
 
@@ -249,6 +249,17 @@ def test_the_function_comes_back() -> None:
     assert torch.equal(again(x, 3, extra=5), fn(x, 3, extra=5))
     assert again.__name__ == "fn"
     assert again.__dict__ == {"note": "kept"}
+
+
+def test_a_function_that_comes_back_has_its_names() -> None:
+    """A wrapper rebuilt for a replay is called what it was, so that a saved call of it is found again."""
+    weight = torch.ones(3, requires_grad=True)
+    inner = recompute(lambda x: (x * weight).exp())
+    outer = recompute(lambda x: no_recompute(inner)(x.sin()).cos())
+    found = reach(outer)
+    assert found is not None
+    assert rebuild(found.template, found.tensors).__qualname__ == outer.__qualname__
+    outer(vector()).sum().backward()
 
 
 def test_tensors_in_cells_can_be_replaced() -> None:

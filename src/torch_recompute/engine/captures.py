@@ -70,12 +70,12 @@ class Held:
     tensors wrapped in `Hole`, or the contents.
     """
 
-    __slots__ = ("attributes", "cells", "code", "defaults", "kwdefaults", "name", "scope")
+    __slots__ = ("attributes", "cells", "code", "defaults", "kwdefaults", "name", "qualname", "scope")
 
     def __init__(self, fn: types.FunctionType, cells: list[Any]) -> None:
         self.code = fn.__code__
         self.scope = fn.__globals__
-        self.name = fn.__name__
+        self.name, self.qualname = fn.__name__, fn.__qualname__
         self.defaults = fn.__defaults__
         self.kwdefaults = fn.__kwdefaults__
         self.attributes = fn.__dict__
@@ -85,6 +85,7 @@ class Held:
         """The function again, over fresh cells; `tensors` are the contents of the cells that held tensors."""
         cells = tuple([_cell(contents, tensors) for contents in self.cells])
         new = types.FunctionType(self.code, self.scope, self.name, self.defaults, cells)
+        new.__qualname__ = self.qualname  # by which saved calls are known
         if self.kwdefaults:
             new.__kwdefaults__ = self.kwdefaults
         if self.attributes:
