@@ -76,7 +76,7 @@ def several_ranks() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-class _Watch(TorchDispatchMode):
+class _CollectivesMode(TorchDispatchMode):
     """Calls `seen` with each collective before it runs. What is compiled stays compiled under it."""
 
     supports_higher_order_operators = True
@@ -111,7 +111,7 @@ class Collectives:
 
     Attributes:
         saved: The names of the saved calls that make one.
-        repeated: One that a replay repeats on all ranks or none, as `c10d.allreduce_`; "" for none.
+        repeated: One that a replay repeats on all ranks or none, by PyTorch's name; "" for none.
     """
 
     def __init__(self, region: str, agreement: Agreement | None) -> None:
@@ -131,7 +131,7 @@ class Collectives:
         if self._known or not several_ranks():
             return None
         forward = functools.partial(self._in_forward, weakref.ref(call))
-        return lambda: (_Watch(forward), _Watch(self._repeats))
+        return lambda: (_CollectivesMode(forward), _CollectivesMode(self._repeats))
 
     def seen(self, replayed: bool) -> None:
         """Notes that a backward has begun, after forwards that were watched, or that a replay has ended."""
@@ -213,7 +213,7 @@ class Agreement:
 
 
 def _level(call: ElasticCall | None) -> int:
-    """How much of a call is gone: nothing, or the graph of a forward without a backward; its slots; saved calls too."""
+    """Grades what a call has lost: 0, nothing or all of it; 1, its slots; 2, what its saved calls kept, too."""
     return 0 if call is None or call.kept else 1 + call.emptied
 
 
