@@ -25,9 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from distributed.test_fsdp import PROGRAMS, Model, whole
 from distributed.test_tensor_parallel import TOKENS, WIDTH, Layer, Reduce, split
 from support.limited import limited, missing
-from torch_recompute import ArgumentError, doing_recompute, no_recompute, recompute, replay
+from torch_recompute import ArgumentError, Elastic, doing_recompute, no_recompute, recompute, replay
 from torch_recompute.distributed import keep_collectives
-from torch_recompute.memory.elastic import Elastic
 
 LIMIT = 1_000_000
 STEPS = 6

