@@ -28,7 +28,7 @@ class Roofline:
     """A device as two speeds."""
 
     name: str
-    flops: Mapping[int, float]  # per second of products, by bytes of an element; the widest not above an operation's
+    flops: Mapping[int, float]  # per second of products, by bytes of what they read; the widest not above that
     bytes_per_second: float  # of its memory
     launch: float  # seconds that any operation takes at least
     link: float | None = None  # bytes per second to the next device of its group; None for as many as its memory
@@ -49,7 +49,8 @@ class Roofline:
         return max(op.all_flops / self._speed(op), op.bytes / self.bytes_per_second) + self.launch
 
     def _speed(self, op: Op) -> float:
-        size = max((meta.dtype.itemsize for meta in op.results if meta.dtype.is_floating_point), default=4)
+        # An attention in 16 bits has a log-sum-exp in 32 among its results, and a product of 8 bits its scales.
+        size = min((meta.dtype.itemsize for meta in op.read if meta.dtype.is_floating_point), default=4)
         if size == 4 and self.tf32 is not None and tf32(str(op.func)):  # by default for convolutions alone
             return self.tf32
         return self.flops[max((known for known in self.flops if known <= size), default=min(self.flops))]
