@@ -31,6 +31,7 @@ from .plan.first_steps import FirstSteps
 from .plan.libraries import all_layers
 from .plan.plan import Plan
 from .plan.stages import StagePlans, Stages
+from .planner.alternatives import plan_or_tell
 from .planner.known import PlanFile, forget, made_for
 from .planner.pipeline import plan_stages
 from .planner.planner import Planner
@@ -206,7 +207,7 @@ class _Planning:
         """The plan of a step, or one that is known, as all ranks use it."""
         try:
             with at_work(f"planning {type(step.model).__name__}"):
-                found = plan or Planner(step, offload=self.offload).plan(self.budget)
+                found = plan or plan_or_tell(Planner(step, offload=self.offload), self.budget)
         except Exception as error:  # whatever it is: the other ranks wait for this one
             if _in_ranks():
                 _one_plan(step.model, str(error) if isinstance(error, errors.RecomputeError) else repr(error))
@@ -397,7 +398,7 @@ def make_plan(
             return plan_compiled(step, asked)
         if sizes:
             return plan_sizes(step, sizes, asked, offload)
-        return Planner(step, offload=offload).plan(asked)
+        return plan_or_tell(Planner(step, offload=offload), asked)
 
 
 NOT_WITH = (

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from support.models import LLAMA, Made
-from torch_recompute import Plan, apply, make_plan
+from torch_recompute import Plan, apply, errors, make_plan, peaks
 from torch_recompute.commands import cli
 from torch_recompute.commands.models import PRESETS, batch_for, load
+from torch_recompute.planner.configurations import PEAK_WORDS
 
 
 def block() -> nn.Module:
@@ -31,6 +32,11 @@ def pair() -> Task:
 def named_pair() -> Task:
     model, (x,), loss = pair()
     return model, {"input": x}, loss
+
+
+def heavy() -> Task:
+    """Of which weights and states are all of the peak."""
+    return nn.Sequential(block()), (torch.ones(1, 8),), torch.mean
 
 
 def only_a_model() -> nn.Module:
@@ -108,7 +114,7 @@ def test_json(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = document(capsys, llama, "--sequence", "128", "--budget", "50%", "--optimizer", "sgd", "--device", "a100")
     assert list(found) == [
         *("schema_version", "command", "model", "class", "parameters", "dtypes", "inputs", "optimizer", "offload"),
-        *("hold_output", "accumulate", "set_to_none", "device", "plain", "advice", "plan"),
+        *("notes", "hold_output", "accumulate", "set_to_none", "device", "plain", "advice", "plan"),
     ]
     assert (found["schema_version"], found["command"], found["device"]) == (1, "plan", "a100")
     assert found["inputs"] == {"input_ids": [1, 128], "labels": [1, 128]}
@@ -137,6 +143,62 @@ def test_frontier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [f"{1000 * s:,.1f}" for s in seconds] == [cells[1] for cells in lines if cells and cells[-1].endswith("%")]
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_curve_with_nothing_to_gain(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where no plan lowers the peak, it is said what holds it and which option lowers it, to what; else nothing is."""
+    argv = ["this_test:heavy", "--frontier", "--device", "h100", "--optimizer", "adamw"]
+    found = document(capsys, *argv)
+    assert found["plain"]["peak_bytes"] - found["frontier"][0]["prediction"]["peak_bytes"] < 1000
+    held, lower = found["flat"]
+    assert held.startswith("No plan lowers the peak by more than 2%")
+    fused = lower.split("--optimizer adamw-fused (")[1].split(")")[0]
+    (fitting,) = document(capsys, "this_test:heavy", "--recompute", "0", "--device", "h100")["configurations"]
+    assert errors.size(fitting["peak_bytes"], up=True) == fused
+    assert cli.main(["plan", *argv]) == cli.OK
+    assert held in capsys.readouterr().out
+    assert document(capsys, "this_test:pair", "--frontier", "--device", "h100")["flat"] == []
+
+
+def test_configurations(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The peaks of `--recompute` are those of `peaks` in Python, in the table and in the document, also if repeated."""
+    argv = [llama, "--batch", "2", "--sequence", "256", "--dtype", "fp32", "--no-hold-output"]
+    words = ["--recompute", "none,full,core_attn,mlp", "--recompute", "mlp"]
+    found = document(capsys, *argv, *words)
+    batch = batch_for(model := load(llama, torch.float32).model, "it", 2, 256)
+    names = ["none", "full", "core_attn,mlp", "mlp"]
+    same = peaks(model, batch, recompute=words[1::2], optimizer="adamw-fused", device="h100", hold_output=False)
+    assert found["configurations"] == [json.loads(json.dumps(one.as_data())) for one in same]
+    assert [one["recompute"] for one in found["configurations"]] == names
+    assert found["device"] == "h100"
+    for one in found["configurations"]:
+        assert one["peak_bytes"] == sum(one["made_of"].values())
+    assert cli.main(["plan", *argv, *words, "--explain"]) == cli.OK
+    output = capsys.readouterr().out
+    assert str(same) in output
+    assert all(f"\n{word}" in output for word in PEAK_WORDS)
+
+
+def test_positions_that_are_computed_or_a_table(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A sequence beyond the positions is planned with a note where they are rotary, refused where they are a table."""
+    beyond = 2 * LLAMA["max_position_embeddings"]
+    found = document(capsys, llama, "--sequence", str(beyond), "--recompute", "full")
+    assert found["inputs"]["input_ids"] == [1, beyond]
+    (note,) = found["notes"]
+    assert f"{beyond:,} tokens are more than the {beyond // 2:,} positions" in note
+    assert "rotary" in note
+    assert cli.main(["plan", llama, "--sequence", str(beyond), "--budget", "0.5", "--pp", "3"]) == cli.OK
+    assert note in capsys.readouterr().out
+    assert document(capsys, llama, "--sequence", str(beyond // 2), "--recompute", "full")["notes"] == []
+    for kind, table in (("gpt2", "transformer.wpe"), ("opt", "model.decoder.embed_positions")):
+        sizes = {"n_positions": 32, "max_position_embeddings": 32, "n_layer": 1, "num_hidden_layers": 1}
+        names = {"gpt2": "GPT2LMHeadModel", "opt": "OPTForCausalLM"}
+        config = tmp_path / f"{kind}.json"
+        config.write_text(json.dumps({"model_type": kind, "architectures": [names[kind]], **sizes}))
+        assert cli.main(["plan", str(config), "--sequence", "33", "--recompute", "none"]) == cli.USAGE
+        assert f"has 32 positions, in a table ({table})" in capsys.readouterr().err
+        assert cli.main(["plan", str(config), "--sequence", "32", "--recompute", "none", "--quiet"]) == cli.OK
+        capsys.readouterr()
 
 
 def test_a_function_of_the_user(capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,6 +273,12 @@ def test_a_budget_that_no_plan_fits(capsys: pytest.CaptureFixture[str]) -> None:
         (["this_test:pair", "--frontier", "--out", "a.json"], "--out goes with --budget"),
         (["this_test:pair", "--budget", "0.5", "--pp", "2"], "are for language models of transformers"),
         (["vit-h", "--budget", "0.5", "--dp", "2"], "are for language models of transformers"),
+        (["this_test:pair", "--recompute", "ful"], "close to it: full"),
+        (["this_test:pair", "--recompute", "none,,full"], "which says no configuration"),
+        (["this_test:pair", "--recompute", "no.json"], "--recompute is 'no.json': no such file"),
+        (["this_test:pair", "--recompute", "full", "--offload"], "--offload does not go with --recompute"),
+        (["this_test:pair", "--recompute", "full", "--out", "a.json"], "--out goes with --budget"),
+        (["gpt2-xl", "--recompute", "full", "--pp", "2"], "--recompute does not go with --pp"),
         (["gpt2-xl", "--budget", "0.5", "--tp", "0"], "--tp is 0; expected a whole number"),
         (["gpt2-xl", "--budget", "0.5", "--vpp", "2"], "--vpp goes with --pp"),
         (["gpt2-xl", "--budget", "0.5", "--sequence-parallel"], "--sequence-parallel goes with --tp"),

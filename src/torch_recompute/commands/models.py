@@ -294,12 +294,9 @@ def batch_for(model: nn.Module, word: str, batch: int | None = None, sequence: i
         found: dict[str, Any] = {"pixel_values": torch.empty(shape, dtype=dtype, device="meta")}
         labels = torch.zeros(size, dtype=torch.long)
     elif getattr(model, "main_input_name", "") == "input_ids" and "input_ids" in takes:
-        positions = getattr(config, "max_position_embeddings", None) or SEQUENCE
-        length = min(SEQUENCE, positions) if sequence is None else sequence
-        if length > positions:
-            raise errors.ArgumentError(
-                f"--sequence is {length}, and {word} has {positions} positions. Write --sequence {positions} or less."
-            )
+        positions = _positions_of(model)
+        length = min(SEQUENCE, positions or SEQUENCE) if sequence is None else sequence
+        beyond(model, word, length)
         found = {"input_ids": torch.ones(size, length, dtype=torch.long)}
         labels = found["input_ids"]
         if "SequenceClassification" in type(model).__name__:
@@ -314,6 +311,50 @@ def batch_for(model: nn.Module, word: str, batch: int | None = None, sequence: i
     if "use_cache" in takes:
         found["use_cache"] = False
     return found
+
+
+def _positions_of(model: nn.Module) -> int | None:
+    """The positions that a configuration names; of a model of several parts that of its text."""
+    config: Any = model.config
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(text, "max_position_embeddings", None)
+
+
+def beyond(model: nn.Module, word: str, length: int) -> str:
+    """Returns what is to be said of a sequence that is longer than a model's positions, "" where it is not.
+
+    Args:
+        model: A model of transformers.
+        word: Its name on the command line.
+        length: The number of tokens.
+
+    Raises:
+        ArgumentError: The positions are a table, which has no more.
+    """
+    positions = _positions_of(model)
+    if positions is None or length <= positions:
+        return ""
+    modules = dict(model.named_modules())
+    tokens = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    for path, module in modules.items():  # some tables begin with one or two places for padding
+        if isinstance(module, nn.Embedding) and module is not tokens and 0 <= module.num_embeddings - positions <= 2:
+            raise errors.ArgumentError(
+                f"--sequence is {length}, and {word} has {positions} positions, in a table ({path}). Write --sequence "
+                f"{positions} or less."
+            )
+    how = "rotary" if any("Rotary" in type(module).__name__ for module in modules.values()) else "computed"
+    return (
+        f"{length:,} tokens are more than the {positions:,} positions that {word} names (max_position_embeddings). "
+        f"They are no table but {how}, so the step is planned for all tokens; whether the model learns from them is "
+        "another question."
+    )
+
+
+def notes_on(model: nn.Module, word: str, batch: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns what is to be said of a model of transformers and its batch beside the figures of a step."""
+    ids = batch.get("input_ids")
+    said = "" if ids is None else beyond(model, word, ids.shape[1])
+    return tuple(filter(None, [said]))
 
 
 def random_batch(
@@ -377,12 +418,16 @@ class AskedStep(TrainingStep):
         word: The model, as it is written there.
         optimizer_word: The optimizer.
         offload: See `make_plan`.
+        notes: What is to be said of the model and its batch beside the figures.
+        built_here: Whether the batch is made here too, and not by a function of the user.
     """
 
     device: str | None = None
     word: str = ""
     optimizer_word: str = ""
     offload: bool | str = False
+    notes: tuple[str, ...] = ()
+    built_here: bool = False
 
     @staticmethod
     def asked(args: argparse.Namespace) -> AskedStep:
@@ -394,7 +439,8 @@ class AskedStep(TrainingStep):
         meta = all(parameter.is_meta for parameter in model.parameters())
         device, optimizer = args.device or ("h100" if meta else None), (args.optimizer or USUAL).lower()
         step = model, *call, loss, OPTIMIZERS[optimizer], device, loop_of(args)
-        return AskedStep(*step, args.model, optimizer, getattr(args, "offload", False))
+        notes = notes_on(model, args.model, call[1]) if built_here else ()
+        return AskedStep(*step, args.model, optimizer, getattr(args, "offload", False), notes, built_here)
 
     def __str__(self) -> str:
         data = self.as_data()
@@ -421,6 +467,7 @@ class AskedStep(TrainingStep):
             },
             "optimizer": self.optimizer_word,
             "offload": self.offload,
+            "notes": list(self.notes),
             **self.loop.words,
         }
 
