@@ -66,14 +66,30 @@ def document(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
 
 SIZES = {
     "llama3-8b": 8_030_261_248,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.2-3b": 3_212_749_824,
     "llama3-70b": 70_553_706_496,
     "llama3-405b": 405_853_388_800,
-    "mixtral-8x7b": 46_702_792_704,
+    "llama4-scout": 107_769_861_120,  # without its tower of vision
+    "qwen3-8b": 8_190_735_360,
     "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "qwen3-next-80b": 79_674_391_296,  # without the layer that predicts a second token
+    "mixtral-8x7b": 46_702_792_704,
+    "mistral-small-24b": 23_572_403_200,
+    "gemma3-27b": 27_009_346_304,  # without its tower of vision
     "deepseek-v3": 671_026_404_352,
+    "deepseek-v3.2": 671_877_929_216,
+    "kimi-k2": 1_026_408_209_408,
+    "glm-4.5-air": 106_852_245_504,  # without the layer that predicts a second token
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
+    "minimax-m2": 228_689_748_992,
+    "nemotron-h": 8_100_852_736,
     "gpt2": 124_439_808,
     "gpt2-xl": 1_557_611_200,
     "vit-h": 632_045_800,
+    "whisper-large-v3": 1_543_490_560,
 }
 
 
@@ -87,6 +103,61 @@ def test_models_by_name_have_their_published_size(name: str) -> None:
     assert {(p.device.type, p.dtype) for p in model.parameters()} == {("meta", torch.bfloat16)}
     assert {p.dtype for p in load(name, torch.float16).model.parameters()} == {torch.float16}
     assert "labels" in batch_for(model, name)
+
+
+def test_positions_by_name() -> None:
+    """The models of one size that differ in their positions have those of the release."""
+    assert PRESETS["llama3-8b"]["max_position_embeddings"] == 8192
+    assert PRESETS["llama3.1-8b"]["max_position_embeddings"] == 131072
+
+
+def test_a_batch_of_sound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whisper gets features of sound and the tokens of a text; no more tokens than its table of positions has."""
+    sizes = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": 64, "num_mel_bins": 8}
+    more = {
+        "max_source_positions": 12,
+        "max_target_positions": 20,
+        **{f"{x}_token_id": 1 for x in ("pad", "bos", "eos")},
+    }
+    path = tmp_path / "config.json"
+    head = {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"], "decoder_start_token_id": 2}
+    path.write_text(json.dumps({**head, **sizes, **heads, **more}))
+    found = document(capsys, str(path), "--batch", "3", "--recompute", "none,full")
+    assert found["inputs"] == {"input_features": [3, 8, 24], "labels": [3, 20]}
+    plain, full = found["configurations"]
+    assert full["peak_bytes"] < plain["peak_bytes"]
+    assert document(capsys, str(path), "--sequence", "7", "--recompute", "none")["inputs"]["labels"] == [1, 7]
+    assert cli.main(["plan", str(path), "--sequence", "21", "--recompute", "none"]) == cli.USAGE
+    assert "has 20 positions, in a table (model.decoder.embed_positions)" in capsys.readouterr().err
+
+
+def test_layers_without_their_kernel_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Layers that are planned from reference code are named, with the package that has their kernel."""
+    path = tmp_path / "config.json"
+    head = {"model_type": "nemotron_h", "architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "M-*-M-"}
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    mamba = {"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1, "chunk_size": 16}
+    path.write_text(json.dumps({**head, **sizes, **mamba, "head_dim": 8, "vocab_size": 64}))
+    (note,) = document(capsys, str(path), "--sequence", "32", "--recompute", "full")["notes"]
+    assert note.startswith("2 NemotronHMamba2Mixer are planned from the reference code of transformers")
+    assert "mamba_ssm" in note
+
+
+def test_devices_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    """A device that is not known is refused with names close to it; an alias is the device that it means."""
+    for asked, near in (("gb20", "gb200"), ("MI300", "mi300x"), ("h100sxm", "h100")):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["plan", "this_test:pair", "--recompute", "none", "--device", asked])
+        assert ended.value.code == cli.USAGE
+        assert f"Close to it: {near}" in capsys.readouterr().err
+    argv = "this_test:pair", "--recompute", "0", "--device"
+    seconds = {
+        name: document(capsys, *argv, name)["configurations"][0]["step_seconds"]
+        for name in ("rtx-a6000", "A6000", "b200", "gb200", "mi300x")
+    }
+    assert seconds["rtx-a6000"] == seconds["A6000"] > seconds["gb200"]
+    assert document(capsys, *argv, "a6000")["device"] == "rtx-a6000"
 
 
 def test_a_configuration(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,7 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -30,7 +31,7 @@ import torch
 from torch import nn
 
 from .. import _torch, errors
-from ..devices import DEVICES
+from ..devices import DEVICES, unknown_device
 from ..memory.batch import ExampleCall, call_of
 from ..memory.budget import Limit
 from ..memory.loop import Loop
@@ -58,9 +59,10 @@ _OWN = (
 def model_help(weights: str) -> str:
     """Returns the help text of MODEL; `weights` says how one from a configuration is built."""
     return (
-        f"one of {', '.join(PRESETS)}; or the config.json (or its folder) of a Hugging Face model, which is built "
-        f"{weights}; or pkg.module:name of a function that returns (model, batch) or (model, batch, loss), where batch "
-        "is a tensor, a tuple of arguments or a dict of keyword arguments, and loss makes a scalar of the output"
+        f"one of {', '.join(PRESETS)}; or the path of a config.json of any Hugging Face model, or of its folder, "
+        f"which is built {weights}; or pkg.module:name of a function that returns (model, batch) or (model, batch, "
+        "loss), where batch is a tensor, a tuple of arguments or a dict of keyword arguments, and loss makes a scalar "
+        "of the output"
     )
 
 
@@ -83,8 +85,18 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
     """Gives a command the options for the optimizer and the device."""
     parser.add_argument("--optimizer", metavar="NAME", help=f"{', '.join(OPTIMIZERS)} ({USUAL})")
     parser.add_argument(
-        "--device", choices=(*DEVICES, "cpu"), help="what the seconds are of (h100; for a model with weights, its own)"
+        "--device",
+        type=_device,
+        metavar="NAME",
+        help=f"what the seconds are of: {', '.join(DEVICES)}, cpu (h100; for a model with weights, its own)",
     )
+
+
+def _device(word: str) -> str:
+    """Reads `--device`."""
+    if word.lower() not in {*DEVICES, "cpu"}:
+        raise argparse.ArgumentTypeError(unknown_device("--device", word))
+    return word.lower()
 
 
 def add_loop_options(parser: argparse.ArgumentParser) -> None:
@@ -275,8 +287,8 @@ def batch_for(model: nn.Module, word: str, batch: int | None = None, sequence: i
         sequence: The number of tokens in each; by default as many as the model has positions, and at most 4096.
 
     Returns:
-        `input_ids` (batch, sequence), or `pixel_values` (batch, channels, height, width), and `labels` where the
-        model takes them.
+        `input_ids` (batch, sequence), `pixel_values` (batch, channels, height, width) or `input_features` (batch,
+        bins, frames) of sound, with as many tokens of text as `sequence`; and `labels` where the model takes them.
 
     Raises:
         ArgumentError: It is not known what the model takes, or it has no such positions.
@@ -293,6 +305,13 @@ def batch_for(model: nn.Module, word: str, batch: int | None = None, sequence: i
         shape = size, config.num_channels, config.image_size, config.image_size
         found: dict[str, Any] = {"pixel_values": torch.empty(shape, dtype=dtype, device="meta")}
         labels = torch.zeros(size, dtype=torch.long)
+    elif getattr(model, "main_input_name", "") == "input_features" and hasattr(config, "num_mel_bins"):
+        length = config.max_target_positions if sequence is None else sequence
+        beyond(model, word, length)
+        dtype = next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), torch.float32)
+        shape = size, config.num_mel_bins, 2 * config.max_source_positions  # a first convolution halves them
+        found = {"input_features": torch.empty(shape, dtype=dtype, device="meta")}
+        labels = torch.ones(size, length, dtype=torch.long)
     elif getattr(model, "main_input_name", "") == "input_ids" and "input_ids" in takes:
         positions = _positions_of(model)
         length = min(SEQUENCE, positions or SEQUENCE) if sequence is None else sequence
@@ -303,8 +322,8 @@ def batch_for(model: nn.Module, word: str, batch: int | None = None, sequence: i
             labels = torch.zeros(size, dtype=torch.long)
     else:
         raise errors.ArgumentError(
-            f"MODEL is {word!r}, which is {type(model).__name__}: no model of transformers that takes input_ids or "
-            f"pixel_values, so there is no batch for it. Write {_OWN}."
+            f"MODEL is {word!r}, which is {type(model).__name__}: no model of transformers that takes input_ids, "
+            f"pixel_values or input_features, so there is no batch for it. Write {_OWN}."
         )
     if "labels" in takes:
         found["labels"] = labels
@@ -317,7 +336,7 @@ def _positions_of(model: nn.Module) -> int | None:
     """The positions that a configuration names; of a model of several parts that of its text."""
     config: Any = model.config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return getattr(text, "max_position_embeddings", None)
+    return getattr(text, "max_position_embeddings", None) or getattr(text, "max_target_positions", None)
 
 
 def beyond(model: nn.Module, word: str, length: int) -> str:
@@ -335,7 +354,8 @@ def beyond(model: nn.Module, word: str, length: int) -> str:
     if positions is None or length <= positions:
         return ""
     modules = dict(model.named_modules())
-    tokens = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    built: Any = model
+    tokens = built.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     for path, module in modules.items():  # some tables begin with one or two places for padding
         if isinstance(module, nn.Embedding) and module is not tokens and 0 <= module.num_embeddings - positions <= 2:
             raise errors.ArgumentError(
@@ -350,11 +370,30 @@ def beyond(model: nn.Module, word: str, length: int) -> str:
     )
 
 
+KERNELS: Mapping[str, str] = {"GatedDelta": "fla", "KimiDelta": "fla", "Mamba": "mamba_ssm"}
+"""Layers by a part of their class's name, and the package that has their kernel; without it reference code runs."""
+
+
+def _without_kernels(model: nn.Module) -> list[str]:
+    """Returns what is to be said of layers whose fast kernel is not installed."""
+    found: dict[tuple[str, str], int] = {}
+    for module in model.modules():
+        name = type(module).__name__
+        package = next((package for part, package in KERNELS.items() if part in name), None)
+        if package is not None and any(module.children()) and find_spec(package) is None:
+            found[name, package] = found.get((name, package), 0) + 1
+    return [
+        f"{count} {name} are planned from the reference code of transformers, since the package {package}, which has "
+        "their kernel, is not installed here: their bytes and seconds are not those of the kernel."
+        for (name, package), count in found.items()
+    ]
+
+
 def notes_on(model: nn.Module, word: str, batch: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns what is to be said of a model of transformers and its batch beside the figures of a step."""
     ids = batch.get("input_ids")
     said = "" if ids is None else beyond(model, word, ids.shape[1])
-    return tuple(filter(None, [said]))
+    return tuple(filter(None, [said, *_without_kernels(model)]))
 
 
 def random_batch(

@@ -340,7 +340,7 @@ def _lines(steps: Sequence[ConfiguredStep]) -> Iterator[str]:
 
     parts = [part for part in steps[0].made_of if any(float(shown(one.made_of[part])) for one in steps)]
     hosted = ["in host memory"] if any(one.host_bytes for one in steps) else []
-    rows = [("", f"peak {name}", *parts, *hosted, "step ms", "replays ms", "GFLOP replayed")]
+    rows: list[tuple[str, ...]] = [("", f"peak {name}", *parts, *hosted, "step ms", "replays ms", "GFLOP replayed")]
     for one in steps:
         sizes = one.peak_bytes, *(one.made_of[part] for part in parts), *([one.host_bytes] if hosted else [])
         seconds = (f"{1000 * each:,.1f}" for each in (one.step_seconds, one.replay_seconds))
