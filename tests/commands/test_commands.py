@@ -84,6 +84,11 @@ COMMANDS = (
         plots="",
     ),
     Command(
+        "plan support.nondeterministic:pair --device h100 --budget 1MiB --largest-batch",
+        f"{TASK} found most points plan",
+        "--budget 40%",
+    ),
+    Command(
         "plan support.nondeterministic:pair --device h100 --recompute none,0",
         f"{TASK} device configurations",
         "--recompute nothing",

@@ -13,9 +13,10 @@ from torch import nn
 
 from support.models import LLAMA, Made
 from torch_recompute import Plan, apply, errors, make_plan, peaks
-from torch_recompute.commands import cli
+from torch_recompute.commands import cli, output
 from torch_recompute.commands.models import PRESETS, batch_for, load
 from torch_recompute.planner.configurations import PEAK_WORDS
+from torch_recompute.planner.longest import Longest
 
 
 def block() -> nn.Module:
@@ -272,6 +273,60 @@ def test_positions_that_are_computed_or_a_table(llama: str, tmp_path: Path, caps
         capsys.readouterr()
 
 
+def test_the_longest_sequence(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The most tokens that a budget holds, five lengths with seconds and tokens per second, and a plan for all."""
+    out = tmp_path / "plan.json"
+    argv = [llama, "--longest", "--batch", "2", "--budget", "80MiB", "--optimizer", "sgd", "--out", str(out)]
+    found = document(capsys, *argv)
+    plan = Plan.from_json(out.read_text())
+    assert plan == Plan.from_json(json.dumps(found["plan"]))
+    assert (found["found"], plan.sizes[-1].shape) == ("sequence", (2, found["most"]))
+    assert len(found["points"]) == len(plan.sizes) == 5
+    for point, size in zip(found["points"], plan.sizes, strict=True):
+        assert size.prediction is not None
+        assert tuple(point["shape"]) == size.shape
+        assert point["peak_bytes"] == size.prediction.peak_bytes <= 80 * 2**20
+        assert point["items_per_second"] == pytest.approx(2 * size.shape[1] / size.prediction.step_seconds)
+    assert any("more than the 512 positions" in note for note in found["notes"]) == (found["most"] > 512)
+
+
+def test_the_largest_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    """The largest batch is found for a function of the user, too, and printed with a row for each size."""
+    argv = ["this_test:pair", "--largest-batch", "--budget", "100KiB", "--device", "h100", "--optimizer", "none"]
+    found = document(capsys, *argv)
+    assert (found["found"], found["points"][-1]["shape"]) == ("batch", [found["most"], 8])
+    assert cli.main(["plan", *argv]) == cli.OK
+    output = capsys.readouterr().out
+    assert (
+        f"at most {found['most']:,} items in a batch: peak {errors.size(found['points'][-1]['peak_bytes'])}" in output
+    )
+    for point in found["points"]:
+        assert f"{1000 * point['step_seconds']:,.1f}" in output
+
+
+def test_a_search_ends_at_a_table_of_positions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No sequence is longer than the table of positions, however large the budget."""
+    config = tmp_path / "config.json"
+    sizes = {"n_positions": 96, "n_layer": 1, "n_embd": 8, "n_head": 1, "vocab_size": 16}
+    config.write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **sizes}))
+    assert document(capsys, str(config), "--longest", "--budget", "1GiB")["most"] == 96
+
+
+def test_an_interrupted_search_says_what_fits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Interrupted, the search prints the most that is known to fit, and ends as an interrupted command does."""
+
+    def plan(self: Longest) -> Plan:
+        self.best, self.best_peak_bytes = 1500, 3 * 2**20
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Longest, "plan", plan)
+    argv = ["plan", "this_test:pair", "--largest-batch", "--budget", "1MiB", "--device", "h100"]
+    assert cli.main(argv) == output.INTERRUPTED
+    assert "interrupted: 1,500 items in a batch fit, with a peak of 3.00 MiB" in capsys.readouterr().out
+
+
 def test_a_function_of_the_user(capsys: pytest.CaptureFixture[str]) -> None:
     """A batch may be a tuple or a dict, and the plan is the same."""
     argv = ["--budget", "40%", "--device", "h100"]
@@ -349,6 +404,11 @@ def test_a_budget_that_no_plan_fits(capsys: pytest.CaptureFixture[str]) -> None:
         (["this_test:pair", "--recompute", "no.json"], "--recompute is 'no.json': no such file"),
         (["this_test:pair", "--recompute", "full", "--offload"], "--offload does not go with --recompute"),
         (["this_test:pair", "--recompute", "full", "--out", "a.json"], "--out goes with --budget"),
+        (["this_test:pair", "--frontier", "--longest"], "--longest goes with --budget"),
+        (["this_test:pair", "--recompute", "full", "--largest-batch"], "--largest-batch goes with --budget"),
+        (["this_test:pair", "--longest", "--budget", "0.5"], "is a share of the activation memory"),
+        (["vit-h", "--longest", "--budget", "1GiB"], "--longest is a number of tokens, and vit-h takes pixel_values"),
+        (["gpt2-xl", "--longest", "--budget", "1GiB", "--pp", "2"], "--longest does not go with --pp"),
         (["gpt2-xl", "--recompute", "full", "--pp", "2"], "--recompute does not go with --pp"),
         (["gpt2-xl", "--budget", "0.5", "--tp", "0"], "--tp is 0; expected a whole number"),
         (["gpt2-xl", "--budget", "0.5", "--vpp", "2"], "--vpp goes with --pp"),

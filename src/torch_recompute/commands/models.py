@@ -339,6 +339,23 @@ def _positions_of(model: nn.Module) -> int | None:
     return getattr(text, "max_position_embeddings", None) or getattr(text, "max_target_positions", None)
 
 
+def _table_of_positions(model: nn.Module) -> str | None:
+    """Returns the path of a model's table of positions, if it has one."""
+    built: Any = model
+    tokens = built.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    positions = _positions_of(model)
+    for path, module in model.named_modules():  # some tables begin with one or two places for padding
+        table = isinstance(module, nn.Embedding) and module is not tokens and positions is not None
+        if table and 0 <= module.num_embeddings - positions <= 2:
+            return path
+    return None
+
+
+def most_tokens(model: nn.Module) -> int | None:
+    """Returns the longest sequence that a model of transformers takes; None for no limit."""
+    return _positions_of(model) if _table_of_positions(model) is not None else None
+
+
 def beyond(model: nn.Module, word: str, length: int) -> str:
     """Returns what is to be said of a sequence that is longer than a model's positions, "" where it is not.
 
@@ -353,16 +370,13 @@ def beyond(model: nn.Module, word: str, length: int) -> str:
     positions = _positions_of(model)
     if positions is None or length <= positions:
         return ""
-    modules = dict(model.named_modules())
-    built: Any = model
-    tokens = built.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    for path, module in modules.items():  # some tables begin with one or two places for padding
-        if isinstance(module, nn.Embedding) and module is not tokens and 0 <= module.num_embeddings - positions <= 2:
-            raise errors.ArgumentError(
-                f"--sequence is {length}, and {word} has {positions} positions, in a table ({path}). Write --sequence "
-                f"{positions} or less."
-            )
-    how = "rotary" if any("Rotary" in type(module).__name__ for module in modules.values()) else "computed"
+    table = _table_of_positions(model)
+    if table is not None:
+        raise errors.ArgumentError(
+            f"--sequence is {length}, and {word} has {positions} positions, in a table ({table}). Write --sequence "
+            f"{positions} or less."
+        )
+    how = "rotary" if any("Rotary" in type(module).__name__ for module in model.modules()) else "computed"
     return (
         f"{length:,} tokens are more than the {positions:,} positions that {word} names (max_position_embeddings). "
         f"They are no table but {how}, so the step is planned for all tokens; whether the model learns from them is "

@@ -14,17 +14,19 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import errors
 from .._text import explained, table
 from ..memory.budget import enough, read_budget, too_small
-from ..plan.plan import Plan
+from ..plan.plan import Plan, SizeClass, shape_in_words
 from ..planner.alternatives import Alternative, alternatives, held_by, in_words
 from ..planner.configurations import PEAK_WORDS, configurations, peaks_of
 from ..planner.layout import Layout, LayoutPlanner, RankPlan, no_pipeline, step_seconds
+from ..planner.longest import Longest
 from ..planner.planner import Planner
 from ..planner.profile import Profile
 from ..training_step import optimizer_of
@@ -74,6 +76,9 @@ def add_command(commands: Any) -> None:
         "region), block:3 (the first three), selective (core_attn), labels as core_attn,mlp, or the .json or .yaml "
         "file of a plan or of settings; several as none,full, or by saying it again",
     )
+    most = parser.add_mutually_exclusive_group()
+    most.add_argument("--longest", action="store_true", help="the longest sequence that the budget holds, and its plan")
+    most.add_argument("--largest-batch", action="store_true", help="the largest batch that the budget holds")
     models.add_step_options(parser)
     models.add_loop_options(parser)
     parser.add_argument(
@@ -95,9 +100,10 @@ def add_command(commands: Any) -> None:
 def command(args: argparse.Namespace) -> int:
     """Runs `torch-recompute plan`; 0 when there is a plan."""
     output = Output.of(args)
-    for option, other in (("out", "budget"), ("plot", "frontier")):
-        if getattr(args, option) is not None and not getattr(args, other):
-            raise errors.ArgumentError(errors.goes_with(f"--{option}", f"--{other}"))
+    pairs = ("out", "budget"), ("plot", "frontier"), ("longest", "budget"), ("largest_batch", "budget")
+    for option, other in pairs:
+        if getattr(args, option) not in (None, False) and not getattr(args, other):
+            raise errors.ArgumentError(errors.goes_with(f"--{option.replace('_', '-')}", f"--{other}"))
     if args.out is not None:
         out.check_folder("--out", args.out)
     if args.budget is not None:
@@ -108,6 +114,8 @@ def command(args: argparse.Namespace) -> int:
         return _plan_ranks(args, layout, output)
     if args.recompute is not None:
         return _show_peaks(args, output)
+    if args.longest or args.largest_batch:
+        return _find_longest(args, output)
     with output.at_work(f"building {args.model}"):
         step = AskedStep.asked(args)
     with models.autocasting(step.model, args.autocast):
@@ -289,6 +297,93 @@ def _show_peaks(args: argparse.Namespace, output: Output) -> int:
     return OK
 
 
+# --- the most that a budget holds -------------------------------------------------------------------------------------
+
+
+def _find_longest(args: argparse.Namespace, output: Output) -> int:
+    """Finds the longest sequence or the largest batch; where it is interrupted, the most that is known to fit."""
+    with output.at_work(f"building {args.model}"):
+        step = AskedStep.asked(args)
+    if args.longest and step.built_here and "input_ids" not in step.kwargs:
+        raise errors.ArgumentError(
+            f"--longest is a number of tokens, and {args.model} takes {next(iter(step.kwargs))}. Write --largest-batch."
+        )
+    most = models.most_tokens(step.model) if args.longest and step.built_here else None
+    search = Longest(step, args.budget, step.offload, args.largest_batch, most)
+    plan = None
+    try:
+        with models.autocasting(step.model, args.autocast), output.at_work(f"looking for the most of {step}"):
+            plan = search.plan()
+    except KeyboardInterrupt:
+        if not search.best:
+            raise
+    notes = step.notes
+    if plan is not None and args.longest and step.built_here:
+        said = models.beyond(step.model, args.model, search.best)
+        notes = (*notes, *([said] if said and said not in notes else []))
+    if plan is not None and args.out is not None:
+        out.write_plan(args.out, plan, models.words_of(args))
+    points = [] if plan is None else [_point(size) for size in plan.sizes]
+    data = {
+        **step.as_data(),
+        "notes": list(notes),
+        "found": "batch" if args.largest_batch else "sequence",
+        "most": search.best,
+        "points": points,
+        "plan": None if plan is None else json.loads(plan.to_json()),
+    }
+
+    def print_found(console: Console) -> None:
+        _print_head(console, str(step), notes)
+        what = "items in a batch" if args.largest_batch else "tokens in a sequence"
+        if plan is None:
+            console.print(
+                f"interrupted: {search.best:,} {what} fit, with a peak of {errors.size(search.best_peak_bytes)}; "
+                "whether more do is not known"
+            )
+            return
+        _print_points(console, f"at most {search.best:,} {what}", plan, points)
+
+    output.give(lambda: out.document("plan", SCHEMA_VERSION, data), print_found)
+    return OK if plan is not None else out.INTERRUPTED
+
+
+def _point(size: SizeClass) -> dict[str, Any]:
+    """Returns the figures of one length."""
+    promise = size.prediction
+    assert promise is not None
+    tokens = math.prod(size.shape[:2]) if len(size.shape) < 4 else size.shape[0]
+    return {
+        "shape": list(size.shape),
+        "peak_bytes": promise.peak_bytes,
+        "step_seconds": promise.step_seconds,
+        "plain_step_seconds": promise.plain_step_seconds,
+        "items_per_second": tokens / promise.step_seconds if promise.step_seconds else 0.0,
+        "regions": len(size.choices),
+    }
+
+
+def _print_points(console: Console, head: str, plan: Plan, points: Sequence[Mapping[str, Any]]) -> None:
+    promise = plan.sizes[-1].prediction
+    assert promise is not None
+    console.print(f"{head}: peak {errors.size(promise.peak_bytes)} within {promise.budget} on {promise.device}")
+    unit, name = errors.unit_of(promise.peak_bytes)
+    of = "pictures" if len(plan.sizes[-1].shape) == 4 else "tokens"
+    rows = out.new_table("size", f"peak {name}", "step ms", "slower", f"{of}/s", "regions")
+    for point in points:
+        rows.add_row(
+            shape_in_words(point["shape"][:2] if of == "tokens" else point["shape"][:1]),
+            f"{point['peak_bytes'] / unit:,.2f}",
+            f"{1000 * point['step_seconds']:,.1f}",
+            f"{point['step_seconds'] / point['plain_step_seconds'] - 1:+.1%}",
+            f"{point['items_per_second']:,.0f}",
+            str(point["regions"]),
+        )
+    console.print(rows)
+    console.print(f"the largest: {promise.summary(plan.sizes[-1].choices)}")
+    console.print(str(promise), markup=False)
+
+
 # --- a step that is spread over ranks ---------------------------------------------------------------------------------
 
 
@@ -325,6 +420,9 @@ def _layout_of(args: argparse.Namespace) -> Layout | None:
     option = next((f"--{name}" for name in given), "--sequence-parallel")
     if args.frontier:
         raise errors.ArgumentError(_goes_without("--frontier", option, "it is the curve of one device"))
+    if args.longest or args.largest_batch:
+        word = "--longest" if args.longest else "--largest-batch"
+        raise errors.ArgumentError(_goes_without(word, option, "what is looked for is of one device"))
     if args.recompute is not None:
         raise errors.ArgumentError(_goes_without("--recompute", option, "its peaks are those of one device"))
     if args.offload is not False:

@@ -338,7 +338,7 @@ def _lines(steps: Sequence[ConfiguredStep]) -> Iterator[str]:
     def shown(nbytes: int) -> str:
         return f"{nbytes / unit:,.2f}"
 
-    parts = [part for part in steps[0].made_of if any(float(shown(one.made_of[part])) for one in steps)]
+    parts = [part for part in steps[0].made_of if any(round(one.made_of[part] / unit, 2) for one in steps)]
     hosted = ["in host memory"] if any(one.host_bytes for one in steps) else []
     rows: list[tuple[str, ...]] = [("", f"peak {name}", *parts, *hosted, "step ms", "replays ms", "GFLOP replayed")]
     for one in steps:

@@ -181,6 +181,11 @@ class Planner:
         """The smallest peak by the costs, from which a share of the activation memory begins; `least` is simulated."""
         return min(smallest(self.costs).peak_bytes, self.plain.peak_bytes)
 
+    @property
+    def least_plan(self) -> Plan:
+        """The plan with the smallest peak, without a prediction."""
+        return self._plan_of(self.least[0])
+
     @cached_property
     def leanest(self) -> Plan:
         """The plan that keeps the fewest bytes for backward, whatever else holds the peak."""
