@@ -1200,7 +1200,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     # the most that a budget holds
     lambda: make_plan(nn_linear(), torch.ones(2, 3), budget=0.5, longest=True, device="h100"),
     lambda: make_plan(nn_linear(), torch.ones(2, 3), budget="1MiB", longest="tokens", device="h100"),
-    lambda: make_plan(nn_linear(), torch.ones(2, 3), budget=8, longest="batch", loss=torch.mean, device="h100"),
+    lambda: make_plan(Block(8, False), torch.ones(2, 3, 8), budget=8, longest="batch", loss=torch.mean, device="h100"),
     # configurations that are stated
     lambda: peaks(Switched(), vector(), recompute="none,,full"),
     lambda: peaks(Switched().to("meta"), vector(), recompute="ful"),

@@ -343,10 +343,9 @@ def _table_of_positions(model: nn.Module) -> str | None:
     """Returns the path of a model's table of positions, if it has one."""
     built: Any = model
     tokens = built.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    positions = _positions_of(model)
+    positions = _positions_of(model) or 0
     for path, module in model.named_modules():  # some tables begin with one or two places for padding
-        table = isinstance(module, nn.Embedding) and module is not tokens and positions is not None
-        if table and 0 <= module.num_embeddings - positions <= 2:
+        if isinstance(module, nn.Embedding) and module is not tokens and 0 <= module.num_embeddings - positions <= 2:
             return path
     return None
 
