@@ -17,8 +17,8 @@ import torch
 
 from .. import _torch, errors
 from .._text import doing, listed
-from ..plan.apply import apply
 from ..memory.budget import Limit, no_plan_fits
+from ..plan.apply import apply
 from ..plan.plan import Plan
 from ..simulation import Simulation, simulate_step
 from ..training_step import OPTIMIZERS, TrainingStep

@@ -21,9 +21,9 @@ import torch
 
 from .. import errors
 from .._text import doing
+from ..memory.budget import Limit, bytes_meant, read_budget
 from ..memory.free import free_bytes
 from ..plan.apply import apply
-from ..memory.budget import Limit, bytes_meant, read_budget
 from ..plan.plan import Plan
 from ..plan.sizes import parameters
 from ..simulation import Simulation, simulate_step
