@@ -407,11 +407,22 @@ def make_plan(
             from .compiling.step import plan_compiled  # imports the compiler, which takes a second
 
             return plan_compiled(step, asked)
-        if longest:
-            return Longest(step, asked, offload, batch=_in_batches(longest, sizes)).plan()
-        if sizes:
-            return plan_sizes(step, sizes, asked, offload)
-        return plan_or_tell(Planner(step, offload=offload), asked)
+        return _plan_one_device(step, asked, sizes, longest, offload)
+
+
+def _plan_one_device(
+    step: TrainingStep,
+    budget: Budget,
+    sizes: Sequence[Batch | int] | str,
+    longest: bool | str,
+    offload: bool | int | str,
+) -> Plan:
+    """Plans calls of one size, of several, or of as many as a budget holds."""
+    if longest:
+        return Longest(step, budget, offload, batch=_in_batches(longest, sizes)).plan()
+    if sizes:
+        return plan_sizes(step, sizes, budget, offload)
+    return plan_or_tell(Planner(step, offload=offload), budget)
 
 
 def _in_batches(longest: object, sizes: object) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -304,48 +304,57 @@ def _find_longest(args: argparse.Namespace, output: Output) -> int:
     """Finds the longest sequence or the largest batch; where it is interrupted, the most that is known to fit."""
     with output.at_work(f"building {args.model}"):
         step = AskedStep.asked(args)
-    if args.longest and step.built_here and "input_ids" not in step.kwargs:
-        raise errors.ArgumentError(
-            f"--longest is a number of tokens, and {args.model} takes {next(iter(step.kwargs))}. Write --largest-batch."
-        )
-    most = models.most_tokens(step.model) if args.longest and step.built_here else None
-    search = Longest(step, args.budget, step.offload, args.largest_batch, most)
-    plan = None
+    search, plan = _search_of(args, step), None
     try:
         with models.autocasting(step.model, args.autocast), output.at_work(f"looking for the most of {step}"):
             plan = search.plan()
     except KeyboardInterrupt:
         if not search.best:
             raise
-    notes = step.notes
-    if plan is not None and args.longest and step.built_here:
-        said = models.beyond(step.model, args.model, search.best)
-        notes = (*notes, *([said] if said and said not in notes else []))
+    said = models.beyond(step.model, args.model, search.best) if args.longest and step.built_here else ""
+    notes = [*step.notes, *([said] if said and said not in step.notes else [])]
     if plan is not None and args.out is not None:
         out.write_plan(args.out, plan, models.words_of(args))
-    points = [] if plan is None else [_point(size) for size in plan.sizes]
-    data = {
-        **step.as_data(),
-        "notes": list(notes),
+    found = {
         "found": "batch" if args.largest_batch else "sequence",
         "most": search.best,
-        "points": points,
+        "points": [] if plan is None else [_point(size) for size in plan.sizes],
         "plan": None if plan is None else json.loads(plan.to_json()),
     }
 
     def print_found(console: Console) -> None:
         _print_head(console, str(step), notes)
-        what = "items in a batch" if args.largest_batch else "tokens in a sequence"
-        if plan is None:
-            console.print(
-                f"interrupted: {search.best:,} {what} fit, with a peak of {errors.size(search.best_peak_bytes)}; "
-                "whether more do is not known"
-            )
-            return
-        _print_points(console, f"at most {search.best:,} {what}", plan, points)
+        _print_most(console, search, plan)
 
-    output.give(lambda: out.document("plan", SCHEMA_VERSION, data), print_found)
+    output.give(lambda: out.document("plan", SCHEMA_VERSION, {**step.as_data(), "notes": notes, **found}), print_found)
     return OK if plan is not None else out.INTERRUPTED
+
+
+def _search_of(args: argparse.Namespace, step: AskedStep) -> Longest:
+    """Returns the search that a command line asks for; refuses that of tokens where there are none."""
+    if args.longest and step.built_here and "input_ids" not in step.kwargs:
+        raise errors.ArgumentError(
+            f"--longest is a number of tokens, and {args.model} takes {next(iter(step.kwargs))}. Write --largest-batch."
+        )
+    most = models.most_tokens(step.model) if args.longest and step.built_here else None
+    return Longest(step, args.budget, step.offload, args.largest_batch, most)
+
+
+def _print_most(console: Console, search: Longest, plan: Plan | None) -> None:
+    what = "items in a batch" if search.batch else "tokens in a sequence"
+    if plan is None:
+        console.print(
+            f"interrupted: {search.best:,} {what} fit, with a peak of {errors.size(search.best_peak_bytes)}; whether "
+            "more do is not known"
+        )
+        return
+    promise = plan.sizes[-1].prediction
+    assert promise is not None
+    peak = errors.size(promise.peak_bytes)
+    console.print(f"at most {search.best:,} {what}: peak {peak} within {promise.budget} on {promise.device}")
+    _print_points(console, plan.sizes, promise.peak_bytes)
+    console.print(f"the largest: {promise.summary(plan.sizes[-1].choices)}")
+    console.print(str(promise), markup=False)
 
 
 def _point(size: SizeClass) -> dict[str, Any]:
@@ -363,16 +372,13 @@ def _point(size: SizeClass) -> dict[str, Any]:
     }
 
 
-def _print_points(console: Console, head: str, plan: Plan, points: Sequence[Mapping[str, Any]]) -> None:
-    promise = plan.sizes[-1].prediction
-    assert promise is not None
-    console.print(f"{head}: peak {errors.size(promise.peak_bytes)} within {promise.budget} on {promise.device}")
-    unit, name = errors.unit_of(promise.peak_bytes)
-    of = "pictures" if len(plan.sizes[-1].shape) == 4 else "tokens"
+def _print_points(console: Console, sizes: Sequence[SizeClass], peak: int) -> None:
+    unit, name = errors.unit_of(peak)
+    of, dims = ("pictures", 1) if len(sizes[-1].shape) == 4 else ("tokens", 2)
     rows = out.new_table("size", f"peak {name}", "step ms", "slower", f"{of}/s", "regions")
-    for point in points:
+    for point in map(_point, sizes):
         rows.add_row(
-            shape_in_words(point["shape"][:2] if of == "tokens" else point["shape"][:1]),
+            shape_in_words(point["shape"][:dims]),
             f"{point['peak_bytes'] / unit:,.2f}",
             f"{1000 * point['step_seconds']:,.1f}",
             f"{point['step_seconds'] / point['plain_step_seconds'] - 1:+.1%}",
@@ -380,8 +386,6 @@ def _print_points(console: Console, head: str, plan: Plan, points: Sequence[Mapp
             str(point["regions"]),
         )
     console.print(rows)
-    console.print(f"the largest: {promise.summary(plan.sizes[-1].choices)}")
-    console.print(str(promise), markup=False)
 
 
 # --- a step that is spread over ranks ---------------------------------------------------------------------------------

@@ -358,7 +358,7 @@ def _lines(steps: Sequence[ConfiguredStep]) -> Iterator[str]:
 
 
 def _said(steps: Sequence[ConfiguredStep]) -> Iterator[tuple[str, str]]:
-    """What is to be said of all steps, once."""
+    """Notes on all steps: the word that each begins with, and the note, once."""
     for loop in dict.fromkeys(one.simulation.loop for one in steps):
         yield "counted", str(loop)
     yield "not counted", NOT_COUNTED
