@@ -402,12 +402,11 @@ def make_plan(
     with at_work(f"planning {type(model).__name__}"):
         if stages is not None:
             return plan_stages(step, stages, budget)
-        asked = read_budget(budget)
         if compiled:
             from .compiling.step import plan_compiled  # imports the compiler, which takes a second
 
-            return plan_compiled(step, asked)
-        return _plan_one_device(step, asked, sizes, longest, offload)
+            return plan_compiled(step, read_budget(budget))
+        return _plan_one_device(step, read_budget(budget), sizes, longest, offload)
 
 
 def _plan_one_device(
