@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from .plan.plan import Prediction
     from .plan.stages import StagePlan, StagePlans, Stages
     from .plan.units import register
+    from .planner.configurations import ConfiguredStep, ConfiguredSteps, peaks
     from .planner.profile import Profile
     from .planner.solve import solve
     from .planning import auto, make_plan, profile
@@ -62,6 +63,7 @@ else:  # imported when they are first asked for
         "plan": ("Applied", "Choice", "Plan", "SizeClass", "apply"),
         "plan.config": ("RecomputeConfig",),
         "plan.plan": ("Prediction",),
+        "planner.configurations": ("ConfiguredStep", "ConfiguredSteps", "peaks"),
         "planner.profile": ("Profile",),
         "planner.solve": ("solve",),
         "plan.stages": ("StagePlan", "StagePlans", "Stages"),
@@ -104,6 +106,8 @@ __all__ = [
     "Audit",
     "ChangedError",
     "Choice",
+    "ConfiguredStep",
+    "ConfiguredSteps",
     "Elastic",
     "Measurement",
     "MismatchError",
@@ -135,6 +139,7 @@ __all__ = [
     "is_recomputing",
     "measure",
     "no_recompute",
+    "peaks",
     "recompute",
     "register",
     "replay",

@@ -31,7 +31,9 @@ from .plan.first_steps import FirstSteps
 from .plan.libraries import all_layers
 from .plan.plan import Plan
 from .plan.stages import StagePlans, Stages
+from .planner.alternatives import plan_or_tell
 from .planner.known import PlanFile, forget, made_for
+from .planner.longest import Longest
 from .planner.pipeline import plan_stages
 from .planner.planner import Planner
 from .planner.profile import Profile
@@ -206,7 +208,7 @@ class _Planning:
         """The plan of a step, or one that is known, as all ranks use it."""
         try:
             with at_work(f"planning {type(step.model).__name__}"):
-                found = plan or Planner(step, offload=self.offload).plan(self.budget)
+                found = plan or plan_or_tell(Planner(step, offload=self.offload), self.budget)
         except Exception as error:  # whatever it is: the other ranks wait for this one
             if _in_ranks():
                 _one_plan(step.model, str(error) if isinstance(error, errors.RecomputeError) else repr(error))
@@ -275,6 +277,7 @@ if TYPE_CHECKING:
         optimizer: MakeOptimizer
         device: torch.device | str | Roofline | None
         sizes: Sequence[Batch | int] | str
+        longest: bool | str
         offload: bool | int | str
         hold_output: bool
         accumulate: int
@@ -319,6 +322,7 @@ def make_plan(
     optimizer: MakeOptimizer = None,
     device: torch.device | str | Roofline | None = None,
     sizes: Sequence[Batch | int] | str = (),
+    longest: bool | str = False,
     stages: Stages | Schedule | None = None,
     offload: bool | int | str = False,
     hold_output: bool = True,
@@ -331,6 +335,7 @@ def make_plan(
         plan = make_plan(model, batch, budget="24GiB", optimizer="adamw")
         plan = make_plan(model, batch, budget="24GiB", sizes=[512, 2048, 8192])  # batches of these lengths
         plan = make_plan(model, batch, budget="24GiB", sizes="all")  # of any length, up to that of the batch
+        plan = make_plan(model, batch, budget="80GB", longest=True)  # of the longest sequence that the budget holds
         apply(model, plan)
 
     The plan that is returned has been simulated: its step fits into the budget. Where the model's weights are on the
@@ -356,6 +361,8 @@ def make_plan(
             of the call pays for no more replays than its own bytes ask for, or nearly. Or batches, instead of `args`.
             The size of a call is the shape of its first tensor. Each is planned for the same budget, and a call of the
             model goes by the choices of the first that it exceeds in no dimension.
+        longest: Whether to look for the longest sequence that the budget holds, as that call is made longer or
+            shorter; or "batch" for the largest batch. The plan is of five sizes, the last of which is the most.
         stages: The pipeline that the model is split into: a `Stages`, or a schedule of
             `torch.distributed.pipelining`. Then the call is of one microbatch, each stage is planned for as many as
             the schedule holds there, `budget` is that of each rank, or a list with one per rank, and `optimizer` makes
@@ -385,19 +392,47 @@ def make_plan(
         call = call_of("make_plan", model, args, kwargs, a_module=True)
     loop = Loop(hold_output, accumulate, set_to_none)
     step = TrainingStep(model, call[0], call[1], loss, optimizer_of("make_plan", optimizer, model), device, loop)
-    given = {"compiled": compiled, "stages": stages is not None, "sizes": bool(sizes), "offload": offload is not False}
+    given = {
+        "compiled": compiled,
+        "stages": stages is not None,
+        "sizes": bool(sizes or longest),
+        "offload": offload is not False,
+    }
     _refuse({**given, "loop": loop != COMMON})
     with at_work(f"planning {type(model).__name__}"):
         if stages is not None:
             return plan_stages(step, stages, budget)
-        asked = read_budget(budget)
         if compiled:
             from .compiling.step import plan_compiled  # imports the compiler, which takes a second
 
-            return plan_compiled(step, asked)
-        if sizes:
-            return plan_sizes(step, sizes, asked, offload)
-        return Planner(step, offload=offload).plan(asked)
+            return plan_compiled(step, read_budget(budget))
+        return _plan_one_device(step, read_budget(budget), sizes, longest, offload)
+
+
+def _plan_one_device(
+    step: TrainingStep,
+    budget: Budget,
+    sizes: Sequence[Batch | int] | str,
+    longest: bool | str,
+    offload: bool | int | str,
+) -> Plan:
+    """Plans calls of one size, of several, or of as many as a budget holds."""
+    if longest:
+        return Longest(step, budget, offload, batch=_in_batches(longest, sizes)).plan()
+    if sizes:
+        return plan_sizes(step, sizes, budget, offload)
+    return plan_or_tell(Planner(step, offload=offload), budget)
+
+
+def _in_batches(longest: object, sizes: object) -> bool:
+    """Whether the largest batch is looked for, and not the longest sequence."""
+    if longest not in (True, "batch") or sizes:
+        raise errors.ArgumentError(
+            f"make_plan(longest=...) is {errors.say(longest)}{' with sizes' if sizes else ''}; it looks for the most "
+            "that a budget holds, and finds the sizes itself.\n"
+            '  Write longest=True for the longest sequence, longest="batch" for the largest batch, and no sizes.'
+        )
+    return longest == "batch"
 
 
 NOT_WITH = (

@@ -62,7 +62,7 @@ class Command:
 
 BLOCKS = "peers discard --d-model 8 --d-ff 32 --seq 16 --iters 1 --n-layers 1 --only rms_norm --device cpu"
 MADE_BY = "torch_recompute torch python machine"
-TASK = "model class parameters dtypes inputs optimizer offload hold_output accumulate set_to_none"
+TASK = "model class parameters dtypes inputs optimizer offload notes hold_output accumulate set_to_none"
 COMMANDS = (
     Command(
         "demo --steps 1 --layers 1 --d-model 8 --seq 16 --batch 2",
@@ -79,9 +79,19 @@ COMMANDS = (
     ),
     Command(
         "plan support.nondeterministic:pair --device h100 --frontier",
-        f"{TASK} device plain advice frontier",
+        f"{TASK} device plain advice frontier flat",
         "--out a.json",
         plots="",
+    ),
+    Command(
+        "plan support.nondeterministic:pair --device h100 --budget 1MiB --largest-batch",
+        f"{TASK} found most points plan",
+        "--budget 40%",
+    ),
+    Command(
+        "plan support.nondeterministic:pair --device h100 --recompute none,0",
+        f"{TASK} device configurations",
+        "--recompute nothing",
     ),
     Command(
         "verify support.nondeterministic:pair --plan plan.json",

@@ -70,6 +70,7 @@ from torch_recompute import (
     make_plan,
     measure,
     no_recompute,
+    peaks,
     recompute,
     replay,
     save_for_recompute,
@@ -432,6 +433,13 @@ def described(takes: str, **config: int) -> nn.Module:
     model = nn.Module()
     model.main_input_name, model.config = takes, types.SimpleNamespace(**config)  # type: ignore[assignment]
     model.forward = lambda input_ids=None: None
+    return model
+
+
+def with_table(positions: int) -> nn.Module:
+    """A model whose positions are a table."""
+    model = described("input_ids", max_position_embeddings=positions)
+    model.wpe = nn.Embedding(positions, 1)
     return model
 
 
@@ -1166,7 +1174,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: models.batch_for(nn.Linear(1, 1), "mine:model"),
     lambda: loads((nn_linear(), [vector(), vector()])),
     lambda: models.batch_for(described("pixel_values", image_size=8), "vit-h", sequence=8),
-    lambda: models.batch_for(described("input_ids", max_position_embeddings=8), "gpt2-xl", sequence=9),
+    lambda: models.batch_for(with_table(8), "gpt2-xl", sequence=9),
     lambda: plans("math:sin", "--budget", "1GiB", "--batch", "0"),
     lambda: plans("math:sin", "--budget", "1GiB", "--plot", "a.png"),
     lambda: output.write_plan(Path("/"), Plan(), {}),
@@ -1208,6 +1216,14 @@ MISUSES: tuple[Callable[[], Any], ...] = (
         patch.object(Path, "open", mock_open(read_data='{"schema_version": 4}\n')),
         lambda: bench.Journal(Path("a.jsonl")),
     ),
+    # the most that a budget holds
+    lambda: make_plan(nn_linear(), torch.ones(2, 3), budget=0.5, longest=True, device="h100"),
+    lambda: make_plan(nn_linear(), torch.ones(2, 3), budget="1MiB", longest="tokens", device="h100"),
+    lambda: make_plan(Block(8, False), torch.ones(2, 3, 8), budget=8, longest="batch", loss=torch.mean, device="h100"),
+    # configurations that are stated
+    lambda: peaks(Switched(), vector(), recompute="none,,full"),
+    lambda: peaks(Switched().to("meta"), vector(), recompute="ful"),
+    lambda: peaks(Switched(), vector(), recompute="no/such.json"),
     # plans that meet other libraries
     lambda: policies.apply(Switched(), "block"),
     turns_checkpointing_on_in_other_words,
