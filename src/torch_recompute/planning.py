@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, overload
 
@@ -22,7 +23,8 @@ from . import _torch, errors
 from ._text import at_work
 from .devices import Roofline
 from .memory.batch import Batch, ExampleCall, call_of
-from .memory.budget import Budget, read_budget
+from .memory.budget import Budget, bytes_meant, no_plan_fits, read_budget
+from .memory.elastic import Elastic
 from .memory.free import free_bytes
 from .memory.loop import COMMON, Loop
 from .memory.saved import generators_as_before
@@ -39,6 +41,7 @@ from .planner.planner import Planner
 from .planner.profile import Profile
 from .planner.schedules import Schedule
 from .planner.sizes import plan_sizes
+from .region import checked_pool
 from .state import Ambient
 from .training_step import Loss, MakeOptimizer, TrainingStep, optimizer_of
 
@@ -101,11 +104,13 @@ def auto(
     accumulate: int = 1,
     set_to_none: bool = True,
     replan: bool = True,
+    elastic: bool | Elastic = False,
 ) -> Applied:
     """Plans for a budget, applies the plan, prints one sentence, and returns the handle.
 
         handle = auto(model, batch, optimizer=optimizer)                   # what the device has free
         handle = auto(model, batch, budget="24GiB", cache="plan.json")     # planned once, then read
+        handle = auto(model, batch, optimizer=optimizer, elastic=True)     # recompute only where memory is short
         print(handle.plan)
         handle.remove()
 
@@ -135,30 +140,58 @@ def auto(
         set_to_none: Whether gradients are gone when forward begins.
         replan: Whether to plan again by itself where the first steps are not the planned one; else it is said only.
             Weights, gradients, optimizer and generators stay as they are; in a process group all ranks do it together.
+        elastic: Whether regions keep their activations while memory lasts: True, or an `Elastic`. The plan is then that
+            with the least peak for this batch, which is to be the largest; it is what a step falls back on. The budget
+            is the limit of an `Elastic` of its own; one that is given has its limit already. What each region takes is
+            learned in the first steps, of which the first recomputes all.
 
     Returns:
         The handle of `apply`; its `plan` is the plan that is in the model now, `history` all of them.
 
     Raises:
-        BudgetError: No plan fits.
-        ArgumentError: See `make_plan` and `apply`; or the file holds something else; or another rank found no plan.
+        BudgetError: No plan fits; with `elastic`, under the limit.
+        ArgumentError: See `make_plan` and `apply`; or `elastic` was given with `offload`, or an `Elastic` with a
+            budget; or the file holds something else; or another rank found no plan.
     """
     loop, asked = Loop(hold_output, accumulate, set_to_none), read_budget(budget)
+    memory = _memory(elastic, asked, offload)
     step = TrainingStep.of("auto", model, batch, kwargs, loss, optimizer, device, loop)
     apply(model, Plan()).remove()  # refuses what could not be applied afterwards
-    planning = _Planning(model, asked, step.loss, step.optimizer, device, offload, loop)
+    planning = _Planning(model, asked, step.loss, step.optimizer, device, offload, loop, memory)
+    if memory is not None:
+        budget = 0  # what the plan in the file is for
     file = None if cache is None else PlanFile(Path(cache), made_for(step, budget, offload))
     plan = None if file is None else _still_fits(file, step, budget)
     found = planning.found(step, plan)
     if file is not None and found is not plan and planning.speaks:
         file.write(found)
-    handle = apply(model, found)
+    handle = apply(model, found, elastic=memory)
     if planning.speaks:
-        sys.stdout.write("; ".join(filter(None, [found.summary, file and file.said])) + "\n")
+        sys.stdout.write("; ".join(filter(None, [handle.plan.summary, file and file.said])) + "\n")
     shapes = [x.shape for x in _torch.tree_leaves(step.call) if isinstance(x, torch.Tensor)]
     handle.looking = FirstSteps(handle, planning, shapes, replan=replan)
     handle.looking.put()
     return handle
+
+
+def _memory(elastic: bool | Elastic, budget: Budget, offload: bool | int | str) -> Elastic | None:
+    """The memory that elastic regions share under a budget; None where they are not elastic."""
+    if elastic is False:
+        return None
+    if offload is not False:
+        raise errors.ArgumentError(
+            "auto was given elastic and offload: what a plan offloads is moved in every step, even if memory lasts.\n"
+            "  Leave offload out; Elastic(..., to=OnHost()) moves what is evicted, where that is faster than a replay."
+        )
+    if elastic is True:
+        return Elastic(budget.bytes or "fit")
+    if budget.said != "fit":
+        raise errors.ArgumentError(
+            f"auto was given budget={budget.said} and an Elastic, which has a limit of its own.\n"
+            "  Write one of them:  auto(..., elastic=memory)   or   auto(..., budget=..., elastic=True)"
+        )
+    checked_pool(elastic)
+    return elastic
 
 
 def plan_first_call(model: nn.Module, budget: int | float | str, *, loss: Loss, optimizer: Any, loop: Loop) -> Applied:
@@ -185,6 +218,7 @@ class _Planning:
     device: torch.device | str | None = None
     offload: bool | int | str = False
     loop: Loop = COMMON
+    memory: Elastic | None = None
 
     def __call__(self, call: ExampleCall, *, draws: Sequence[tuple[Ambient, Any]] = (), **options: Any) -> Plan:
         """The plan for a call.
@@ -208,12 +242,29 @@ class _Planning:
         """The plan of a step, or one that is known, as all ranks use it."""
         try:
             with at_work(f"planning {type(step.model).__name__}"):
-                found = plan or plan_or_tell(Planner(step, offload=self.offload), self.budget)
+                least = self.budget if self.memory is None else Budget(share=0.0, said="0")
+                found = plan or plan_or_tell(Planner(step, offload=self.offload), least)
+            if self.memory is not None:
+                self._limit(step, found, self.memory)
         except Exception as error:  # whatever it is: the other ranks wait for this one
             if _in_ranks():
                 _one_plan(step.model, str(error) if isinstance(error, errors.RecomputeError) else repr(error))
             raise
         return _one_plan(step.model, found) if _in_ranks() else found
+
+    def _limit(self, step: TrainingStep, floor: Plan, memory: Elastic) -> None:
+        """Refuses a limit of elastic regions that is below what the plan takes; sets one that was given as a share."""
+        prediction = floor.prediction
+        assert prediction is not None
+        least, plain = prediction.peak_bytes, prediction.plain_peak_bytes
+        asked = self.budget if self.budget.share is not None else read_budget(memory.limit or "fit")
+        free = partial(free_bytes, step.model, step.runs_on, step.optimizer, step.call)
+        limit = bytes_meant(asked, lambda: least, plain, free)
+        if least > limit:
+            raise errors.BudgetError(no_plan_fits(limit.said, least, plain, prediction.advice), least, floor)
+        if asked.share is not None:
+            memory.limit = limit
+            self.budget = read_budget(limit)
 
     @property
     def speaks(self) -> bool:

@@ -116,6 +116,10 @@ from torch_recompute.stores import bandwidth, host
 from torch_recompute.stores.transfers import Direct, TransferQueue
 
 
+def no_group() -> ShardedOver:
+    return ShardedOver.__new__(ShardedOver)
+
+
 def nn_linear() -> torch.nn.Module:
     return torch.nn.Linear(3, 3)
 
@@ -1021,6 +1025,9 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: apply(Scale(), Plan((Choice(("",), store="disk"),))),
     lambda: apply(Scale(), Plan((Choice(("",), store="scratch", offload=True),))),
     lambda: apply(Scale(), Plan((Choice(("",)),)), stores={"host": OnHost()}),
+    lambda: apply(Scale(), Plan((Choice(("",)),)), elastic=True),
+    lambda: apply(Scale(), Plan((Choice(("",), offload=True),)), elastic=Elastic("1GiB")),
+    lambda: apply(Scale(), Plan((Choice(("",), store="tp", elastic=True),)), stores={"tp": no_group()}),
     shards_one_by_one,
     wraps_one_by_one,
     lambda: RecomputeConfig(recompute_granularity="selective", recompute_modules=["1"]).plan(
@@ -1062,6 +1069,8 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: simulate(nn_linear(), {3: vector()}),
     lambda: auto(nn_linear(), vector(), loss=torch.sum, cache="no/such/folder/plan.json"),
     lambda: auto(nn_linear(), vector(), loss=torch.sum, cache="pyproject.toml"),
+    lambda: auto(nn_linear(), vector(), loss=torch.sum, elastic=True, offload=True),
+    lambda: auto(nn_linear(), vector(), loss=torch.sum, elastic=Elastic("1GiB"), budget="2GiB"),
     # an optimizer
     lambda: make_plan(nn_linear(), vector(), budget=0.4, optimizer="adamv"),
     lambda: make_plan(nn_linear(), vector(), budget=0.4, optimizer=3),
@@ -1120,6 +1129,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
         small_stack()[0]
     ),
     lambda: Plan((Choice(("a", "b"), offload=True),)),
+    lambda: Plan((Choice(("a",), offload=True, elastic=True),)),
     lambda: OnDisk("/no/such/folder"),
     lambda: OnDisk(".", threads=0),
     lambda: inside(lacking(os, "pwrite"), lambda: OnDisk(".")),

@@ -15,6 +15,7 @@ from torch import nn
 
 from .. import errors, plan
 from ..memory.budget import read_budget
+from ..memory.elastic import Elastic
 from ..memory.loop import Loop
 from ..plan import Applied, Plan
 from ..plan.apply import not_applicable
@@ -27,7 +28,9 @@ __all__ = ["Applied", "Policy", "StepFigures", "apply", "check_loop", "one_of", 
 WATCHED = 2  # steps at a time: bytes, FLOPs and decisions are those of the first, seconds those of the second
 
 
-def apply(model: nn.Module, policy: Policy, *, stores: Mapping[str, Store] | None = None) -> Applied:
+def apply(
+    model: nn.Module, policy: Policy, *, stores: Mapping[str, Store] | None = None, elastic: Elastic | None = None
+) -> Applied:
     """Makes the regions of a plan in a model.
 
         handle = apply(model, "full")
@@ -36,6 +39,7 @@ def apply(model: nn.Module, policy: Policy, *, stores: Mapping[str, Store] | Non
         model: The model, before a trainer, `torch.compile` or a wrapper for several devices takes it.
         policy: A `Plan`, a `RecomputeConfig`, its fields as a mapping, or a string as above.
         stores: The store for each word that a plan's choices name.
+        elastic: The `Elastic` that the regions share, as for `torch_recompute.apply`.
 
     Returns:
         A handle; its `remove()` undoes it all.
@@ -45,7 +49,7 @@ def apply(model: nn.Module, policy: Policy, *, stores: Mapping[str, Store] | Non
     """
     if not isinstance(model, nn.Module):
         raise errors.ArgumentError(not_applicable(model, policy))
-    return plan.apply(model, plan_of(policy, model), stores=stores)
+    return plan.apply(model, plan_of(policy, model), stores=stores, elastic=elastic)
 
 
 Budget = int | float | str

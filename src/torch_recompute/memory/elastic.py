@@ -26,7 +26,7 @@ import functools
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -193,11 +193,12 @@ class Elastic:
             )
         if to is not None and not (hasattr(to, "put") and hasattr(to, "get")):
             raise errors.ArgumentError(errors.not_a_store("to", to))
+        self._made_from = {"limit": limit, "slack": slack, "group": group, "to": to, "meter": meter, "always": always}
         self.slack, self.group, self.always = slack, group, always
         self.store = to
         self.meter = meter
         self.overlapping = False  # whether microbatches overlap: backward begins with an older call of a region
-        self._known: weakref.WeakKeyDictionary[Any, dict[str, _RegionMemory]] = weakref.WeakKeyDictionary()
+        self._known: weakref.WeakKeyDictionary[Any, dict[Any, _RegionMemory]] = weakref.WeakKeyDictionary()
         self.parts: list[_RegionMemory] = []
         self._calls: dict[int, weakref.ref[ElasticCall]] = {}  # complete or in forward, and backward has not begun
         self.lock = threading.RLock()
@@ -230,18 +231,29 @@ class Elastic:
                 '  Write bytes (72 * 2**30), a text with a unit ("72GiB"), or "fit" for what the device has.'
             )
         with self.lock:
+            self._made_from["limit"] = limit
             self._limit, self._checked = budget.bytes or 0, False
 
     def report(self) -> ElasticReport:
         """Reports what each region did so far. On CUDA it waits for the last replays to be timed."""
+        return self._report(self.parts)
+
+    def _report(self, parts: Iterable[_RegionMemory]) -> ElasticReport:
         with self.lock:
             miss, where = self._miss or (None, "")
-            return ElasticReport(tuple(part.row() for part in self.parts), self._limit, miss, where)
+            return ElasticReport(tuple(part.row() for part in parts), self._limit, miss, where)
+
+    def __reduce__(self) -> Any:
+        """In another process it begins with what it was made from."""
+        return functools.partial(Elastic, **self._made_from), ()
 
     # --- for regions ----------------------------------------------------------------------------------------------
 
-    def calls(self, fn: Callable[..., Any], name: str) -> Callable[..., ElasticCall]:
-        """Returns what makes the calls of a region: of one function there is one part, however often it is wrapped."""
+    def calls(self, fn: Callable[..., Any], name: str, what: Hashable = None) -> Callable[..., ElasticCall]:
+        """Returns what makes the calls of a region: of one function there is one part, however often it is wrapped.
+
+        `what` tells apart regions of one function and name.
+        """
         owner: Any = getattr(fn, "__self__", fn)
         if isinstance(owner, types.FunctionType):
             owner = owner.__code__
@@ -250,9 +262,13 @@ class Elastic:
         except TypeError:  # nothing that can be referred to weakly
             parts = self._known.setdefault(type(owner), {})
         with self.lock:
-            if name not in parts:
-                parts[name] = _RegionMemory(self, name)
-            return functools.partial(ElasticCall, parts[name])
+            if (name, what) not in parts:
+                parts[name, what] = _RegionMemory(self, name)
+            return functools.partial(ElasticCall, parts[name, what])
+
+    def report_on(self, makes: Iterable[Any]) -> ElasticReport:
+        """Reports on the regions whose calls were looked up, in their order."""
+        return self._report([make.args[0] for make in makes])
 
     # --- stretches ------------------------------------------------------------------------------------------------
 
