@@ -46,8 +46,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from support.limited import Limited, limited
 
-LAYERS, SHORTEST, LONGEST = 8, 64, 1024
-STEPS = {512: 16, 256: 24}
+LAYERS, SHORTEST, MEDIAN, LONGEST = 8, 64, 256, 1024
+STEPS = {512: 14, 256: 24}
+SHARES = 0.5, 0.2
 SIZES = [round(SHORTEST * (LONGEST / SHORTEST) ** (i / 10)) for i in range(11)]
 FITS, OVER = 0.02, 0.09
 """What elastic may add to plain, in steps that fit and in those that do not, at width 512."""
@@ -154,9 +155,11 @@ def text(length: int, seed: int) -> torch.Tensor:
 
 
 def lengths(steps: int) -> list[int]:
-    """Lengths of the steps."""
-    drawn = random.Random(0)
-    return [max(SHORTEST, min(LONGEST, round(drawn.lognormvariate(math.log(256), 0.7)))) for _ in range(steps)]
+    """Lengths of the steps: even quantiles of the distribution, shuffled."""
+    spread = statistics.NormalDist(math.log(MEDIAN), 0.7)
+    found = [round(math.exp(spread.inv_cdf((step + 0.5) / steps))) for step in range(steps)]
+    random.Random(0).shuffle(found)
+    return [max(SHORTEST, min(LONGEST, length)) for length in found]
 
 
 def length_rows(memory: Limited, width: int, steps: int, shares: tuple[float, ...], rounds: int) -> Iterator[Any]:
@@ -186,7 +189,7 @@ def length_rows(memory: Limited, width: int, steps: int, shares: tuple[float, ..
             }
             handles = [apply(ways[name], plan) for name, plan in plans.items()]
             over = []
-            for number, length in enumerate([SHORTEST, *lengths_of_steps]):
+            for number, length in enumerate([MEDIAN, *lengths_of_steps]):
                 batch, names = text(length, number), [*ways][1:]
                 assert run.step(ways["plain"], batch, number)
                 seconds, bits = {"plain": run.seconds}, run.bits
@@ -318,20 +321,26 @@ def _percent(share: float | None) -> str:
 
 def main() -> None:
     """Measures and prints the tables."""
-    options = arguments(__doc__ or "", only="lengths, routed or 1F1B alone", widths="of the lengths, 512 or 256")
+    options = arguments(
+        __doc__ or "",
+        only="lengths, routed or 1F1B alone",
+        widths="with lengths, 512 or 256 alone",
+        shares="with lengths, these limits alone",
+    )
     torch.set_num_threads(1)
     rounds = min(options.rounds, 3)
     only, widths = options.only or ["lengths", "routed", "1F1B"], [*map(int, options.widths or STEPS)]
+    shares = tuple(map(float, options.shares or SHARES))
     rows: list[dict[str, Any]] = []
     reached: list[bool] = []
     with limited() as memory:
         for width in widths if "lengths" in only else ():
             print(f"width {width}: over plain, in all steps, in those that fit, in those that do not; out of memory")
-            for row in length_rows(memory, width, STEPS[width], (0.5, 0.2), rounds):
+            for row in length_rows(memory, width, STEPS[width], shares, rounds):
                 rows.append(row)
-                shares = "".join(f"{_percent(row[what]):>10}" for what in ("all", "short", "long"))
+                added = "".join(f"{_percent(row[what]):>10}" for what in ("all", "short", "long"))
                 where = f"{100 * row['share']:.0f} %, {row['limit_bytes'] / 1e6:.1f} MB"
-                print(f"  {where:16} {row['way']:22} {shares} {row['out_of_memory']:>5} of {row['steps']}", flush=True)
+                print(f"  {where:16} {row['way']:22} {added} {row['out_of_memory']:>5} of {row['steps']}", flush=True)
         if "routed" in only:
             print("routed: steps out of memory, plain beside; forwards and replays run again, replays")
             for row in routed_rows(memory, 128, (0.6, 0.35, 0.15), 60):
