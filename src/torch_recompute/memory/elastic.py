@@ -9,8 +9,8 @@ What backward needs last is evicted first: the oldest call, or, where microbatch
 with an older call of a region while a newer one waits), the newest microbatch's oldest. A region's first call is never
 kept: it shows what the region takes at the least, and proves in the first step that it can be replayed.
 
-For a size that was not seen, what is needed is interpolated between its neighbours, and above the largest it is taken
-to grow with the square: too much, for one step, rather than too little.
+For a size that was not seen, what is needed is interpolated between its neighbours. Above a single one it is taken to
+grow with the square: too much, for one step, rather than too little. Above several, as they did: a line and a square.
 
 Rejected: a policy per operation (DTR, Kirisame et al., ICLR 2021), whose fragmentation costs most where memory is
 shortest; retrying alone, which cannot repeat a node of the graph.
@@ -64,14 +64,22 @@ class _Learned:
         return self._seen.get(_step_of(size), (-1, 0))[0] >= size
 
     def of(self, size: int) -> int | None:
-        """Returns what the stretch will take at a size: between two that were seen, the chord; beyond, the square."""
+        """Returns what the stretch will take at a size: between two that were seen, the chord.
+
+        Beyond the largest it grows with the square, or as the line and the square through 0, the smallest and it.
+        """
         points = sorted(self._seen.values())
         place = bisect.bisect_left(points, (size, 0))
         if not points:
             return None
         if place == len(points):
-            known, taken = points[-1]
-            return round(taken * max(1.0, size / max(1, known)) ** 2)
+            (first, least), (known, taken) = points[0], points[-1]
+            line = taken * max(1.0, size / max(1, known))
+            square = line * max(1.0, size / max(1, known))
+            if 0 < first < known:
+                bend = max(0.0, (taken / known - least / first) / (known - first))
+                return round(min(square, line + bend * size * (size - known)))
+            return round(square)
         above, most = points[place]
         if place == 0 or above == size:
             return most
