@@ -474,16 +474,17 @@ def test_a_cuda_graph_is_refused(monkeypatch: pytest.MonkeyPatch, memory: Limite
         ({1000: 50}, 1000, 50),
         ({1000: 50}, 500, 50),  # less than anything seen: no less is promised
         ({1000: 50}, 2000, 200),  # more than anything seen: as attention's scores grow
-        ({1000: 50, 2000: 100}, 4000, 200),  # what grew with its size goes on so
-        ({1000: 60, 2000: 140}, 4000, 360),  # 0.05 n + 0.00001 n^2
+        ({1000: 50, 2000: 100}, 4000, 300),  # two sizes: all that it grew by may be the square
         ({1000: 50, 2000: 300}, 4000, 1200),  # never more than the square
-        ({1000: 50, 2000: 50}, 4000, 100),  # nor less than in proportion
+        ({1000: 50, 2000: 50}, 4000, 50),  # a constant
+        ({1000: 50, 2000: 100, 4000: 200}, 8000, 400),  # three sizes: what grew with its size goes on so
+        ({1000: 110, 2000: 220, 4000: 500}, 8000, 1300),  # 40 + 0.06 n + 0.00001 n^2 at first, here 1220 + the bend
         ({1000: 50, 3000: 150}, 2000, 100),  # the chord
         ({1000: 50, 3000: 30}, 2000, 50),
     ],
 )
 def test_needs_are_interpolated(seen: dict[int, int], size: int, need: int | None) -> None:
-    """Between two sizes the chord, which bounds whatever grows faster than its size; beyond, a line and a square."""
+    """Between two sizes the chord, which bounds whatever grows faster than its size; beyond, a bound."""
     needs = _Learned()
     for known, taken in seen.items():
         needs.learn(known, taken)

@@ -26,7 +26,7 @@ import functools
 import threading
 import types
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -64,27 +64,40 @@ class _Learned:
         return self._seen.get(_step_of(size), (-1, 0))[0] >= size
 
     def of(self, size: int) -> int | None:
-        """Returns what the stretch will take at a size: between two that were seen, the chord.
-
-        Beyond the largest it grows with the square, or as the line and the square through 0, the smallest and it.
-        """
+        """Returns what the stretch will take at a size: between two that were seen, the chord; see `_beyond`."""
         points = sorted(self._seen.values())
         place = bisect.bisect_left(points, (size, 0))
         if not points:
             return None
         if place == len(points):
-            (first, least), (known, taken) = points[0], points[-1]
-            line = taken * max(1.0, size / max(1, known))
-            square = line * max(1.0, size / max(1, known))
-            if 0 < first < known:
-                bend = max(0.0, (taken / known - least / first) / (known - first))
-                return round(min(square, line + bend * size * (size - known)))
-            return round(square)
+            return _beyond(points, size)
         above, most = points[place]
         if place == 0 or above == size:
             return most
         below, least = points[place - 1]
         return round(least + (max(most, least) - least) * (size - below) / (above - below))
+
+
+def _beyond(points: Sequence[tuple[int, int]], size: int) -> int:
+    """Returns what a stretch may take at a size above all that were seen.
+
+    Memory is a constant (gradients of weights), a part as large as the size, and one as its square (scores). Of one
+    size nothing is known of these, and all of it may be the square. Two that are apart bound the square, three say each
+    part.
+    """
+    top, most = points[-1]
+    square = most * (size / max(1, top)) ** 2
+    low, least = points[0]
+    apart = (top - low) / 8
+    if top < 1.1 * low:
+        return round(square)
+    middle, between = min(points, key=lambda point: abs(2 * point[0] - low - top))
+    if not low + apart < middle < top - apart:
+        grown = (most - least) * (size**2 - top**2) / (top**2 - low**2)
+        return round(min(square, most + max(0.0, grown)))
+    slope = (most - between) / (top - middle)
+    bend = max(0.0, (slope - (between - least) / (middle - low)) / (top - low))
+    return round(min(square, most + max(0.0, slope + bend * (size - middle)) * (size - top)))
 
 
 def _step_of(size: int) -> int:
