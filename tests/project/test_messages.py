@@ -872,7 +872,7 @@ def cut_up(model: torch.nn.Module, **layout: Any) -> None:
 
 def too_little_on_a_command_line(*options: str) -> None:
     with patch.dict(sys.modules, {"here": types.SimpleNamespace(small_stack=small_stack)}):
-        plans("here:small_stack", "--budget", "100", "--device", "h100", *options)
+        plans("here:small_stack", "--budget", "2KiB", "--device", "h100", *options)
 
 
 class OverFull:
@@ -1409,6 +1409,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: LayoutPlanner.plans(OverFull(), 100),
     lambda: too_little_on_a_command_line("--optimizer", "none", "--out", "plan.json"),
     lambda: too_little_on_a_command_line("--optimizer", "adam"),
+    lambda: too_little_on_a_command_line("--budget", "100"),
     # planning
     plans_for_too_little,
     lambda: plans_for_too_little(sizes=[(torch.ones(64, 8),)]),
