@@ -31,7 +31,7 @@ def examples() -> Any:
 
 @pytest.mark.parametrize("name", FEW)
 def test_an_example(name: str, examples: Any) -> None:
-    """A model has the parameters of its release; a small one takes its batch, and keeps less with its layers recomputed."""
+    """A model has the parameters of its release; a small one keeps less with its layers recomputed."""
     model, _, _ = getattr(examples, name)()
     assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[name]
     model, batch, loss = getattr(examples, name)(**FEW[name])
