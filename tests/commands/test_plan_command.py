@@ -374,15 +374,25 @@ def test_a_step_over_ranks(llama: str, tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_budget_that_no_plan_fits(capsys: pytest.CaptureFixture[str]) -> None:
     """The exit code is 3, and stderr says which budget would do, which then does."""
     argv = ["plan", "this_test:pair", "--device", "h100"]
-    assert cli.main([*argv, "--budget", "1KiB"]) == cli.TOO_SMALL == 3
+    assert cli.main([*argv, "--budget", "10KiB"]) == cli.TOO_SMALL == 3
     output = capsys.readouterr()
     assert output.out == ""
-    assert "budget=1KiB is too small for a step of this model" in output.err
+    assert "budget=10KiB is too small for a step of this model" in output.err
     assert "Write --budget " in output.err
     assert ".solution" not in output.err
     least = output.err.split(" bytes)")[0].split("(")[-1]
     assert document(capsys, *argv[1:], "--budget", least)["plan"]["prediction"]["peak_bytes"] == int(least)
     assert cli.main([*argv, "--budget", str(int(least) - 1)]) == cli.TOO_SMALL
+
+
+def test_a_budget_below_the_weights(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A budget that the weights alone exceed is refused with their bytes, before anything is simulated."""
+    weights = sum(parameter.nbytes for parameter in pair()[0].parameters())
+    argv = ["plan", "this_test:pair", "--device", "h100", "--budget"]
+    monkeypatch.setattr("torch_recompute.commands.plan.Planner", lambda *_, **__: pytest.fail("simulated"))
+    assert cli.main([*argv, str(weights - 1)]) == cli.TOO_SMALL
+    said = capsys.readouterr().err
+    assert f"for the weights alone of this_test:pair, {errors.size(weights, up=True)} ({weights} bytes)" in said
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,7 @@ from torch_recompute import (
     values,
 )
 from torch_recompute.commands import bench, cli, demo, models, output
+from torch_recompute.commands import plan as plan_command
 from torch_recompute.commands import verify as verify_command
 from torch_recompute.commands.trials import DONE, Record, Setting, Workload
 from torch_recompute.compat import deepspeed, megatron, paddle
@@ -876,7 +877,7 @@ def cut_up(model: torch.nn.Module, **layout: Any) -> None:
 
 def too_little_on_a_command_line(*options: str) -> None:
     with patch.dict(sys.modules, {"here": types.SimpleNamespace(small_stack=small_stack)}):
-        plans("here:small_stack", "--budget", "100", "--device", "h100", *options)
+        plans("here:small_stack", "--budget", "2KiB", "--device", "h100", *options)
 
 
 class OverFull:
@@ -1230,6 +1231,10 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: make_plan(nn_linear(), torch.ones(2, 3), budget=0.5, longest=True, device="h100"),
     lambda: make_plan(nn_linear(), torch.ones(2, 3), budget="1MiB", longest="tokens", device="h100"),
     lambda: make_plan(Block(8, False), torch.ones(2, 3, 8), budget=8, longest="batch", loss=torch.mean, device="h100"),
+    lambda: plan_command._search_of(
+        types.SimpleNamespace(longest=True, model="vit-h"),  # type: ignore[arg-type]
+        models.AskedStep(nn_linear(), kwargs={"pixel_values": vector()}, built_here=True),
+    ),
     # configurations that are stated
     lambda: peaks(Switched(), vector(), recompute="none,,full"),
     lambda: peaks(Switched().to("meta"), vector(), recompute="ful"),
@@ -1419,6 +1424,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: LayoutPlanner.plans(OverFull(), 100),
     lambda: too_little_on_a_command_line("--optimizer", "none", "--out", "plan.json"),
     lambda: too_little_on_a_command_line("--optimizer", "adam"),
+    lambda: too_little_on_a_command_line("--budget", "100"),
     # planning
     plans_for_too_little,
     lambda: plans_for_too_little(sizes=[(torch.ones(64, 8),)]),

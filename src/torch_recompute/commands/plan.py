@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from .. import errors
 from .._text import explained, table
 from ..memory.budget import enough, read_budget, too_small
+from ..memory.ledger import CountedOnce
 from ..plan.plan import Plan, SizeClass, shape_in_words
 from ..planner.alternatives import Alternative, alternatives, held_by, in_words
 from ..planner.configurations import PEAK_WORDS, configurations, peaks_of
@@ -118,6 +119,8 @@ def command(args: argparse.Namespace) -> int:
         return _find_longest(args, output)
     with output.at_work(f"building {args.model}"):
         step = AskedStep.asked(args)
+    if args.budget is not None:
+        _check_weights(step, args.budget)
     with models.autocasting(step.model, args.autocast):
         with output.at_work(f"profiling {step}"):
             planner = Planner(step, offload=step.offload)
@@ -134,6 +137,25 @@ def command(args: argparse.Namespace) -> int:
         lambda console: _print(console, step, profile, plans, flat, frontier=args.frontier, explain=args.explain),
     )
     return OK
+
+
+def _check_weights(step: AskedStep, budget: str) -> None:
+    """Refuses a budget that the weights alone exceed, before anything is simulated."""
+    asked = read_budget(budget)
+    held = CountedOnce()
+    weights = held.add([*step.model.parameters(), *step.model.buffers()])
+    if asked.bytes is None or asked.bytes >= weights:
+        return
+    trained = sum(weight.nbytes for weight in step.model.parameters() if weight.requires_grad)
+    spread = "spread the model over ranks: --tp, --pp" if step.built_here else "shard the model over ranks"
+    raise errors.BudgetError(
+        f"budget={asked.said} is too small for the weights alone of {step.word}, {errors.size(weights, up=True)} "
+        f"({weights} bytes); gradients take {errors.size(trained, up=True)} besides, and the states of an optimizer "
+        "more. No plan lowers these.\n"
+        f"  Write a budget above them, or {spread}.",
+        weights,
+        None,
+    )
 
 
 def _nothing_to_gain(planner: Planner, plans: Sequence[Plan]) -> list[str]:
