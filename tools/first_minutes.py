@@ -48,8 +48,8 @@ for line in sys.stdin:
 """
 PAGE = """# The first minutes
 
-The output of the [quick start](quick-start.md), step by step, with times. `make first-minutes` runs it in an empty folder
-and writes this page. Recorded on {machine}.
+The output of the [quick start](quick-start.md), step by step, with times. `make first-minutes` runs it in an empty
+folder and writes this page. Recorded on {machine}.
 
 {table}
 
