@@ -106,6 +106,7 @@ def main() -> None:
         print(f"{way.name:16} peak {max(curve) / 2**20:6.1f} MiB, {1000 * seconds:6.1f} ms", flush=True)
         figures.append({"name": way.name, "seconds": seconds, "peak_bytes": max(curve), "live_bytes": curve})
     promised, found = planned.plan.predicted_peak_bytes, figures[1]["peak_bytes"]
+    assert promised
     print(f"promised {promised / 2**20:.1f} MiB, budget {BUDGET}")
     same = all(torch.equal(a, b) for a, b in zip(plain.gradients, planned.gradients, strict=True))
     held = found <= int(BUDGET.removesuffix("MiB")) * 2**20 and abs(found / promised - 1) <= 0.005
