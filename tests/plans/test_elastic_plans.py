@@ -332,7 +332,7 @@ def test_copies_are_elastic(way: str, name: str) -> None:
     assert len(theirs) == 1
     (memory,) = theirs.values()
     assert (memory is pool) == (way == "deepcopy")
-    assert (memory.limit, memory.slack) == (2**30, 0.25)
+    assert (memory.limit, memory._pool.slack) == (2**30, 0.25)
     for _ in range(2):
         assert same(step(other, other.parameters(), batch()), wanted)
     rows_of_copy = memory.report().rows[-LAYERS:]
@@ -405,6 +405,6 @@ def test_around_compiled_blocks_it_works() -> None:
                 assert same(step(m, m.parameters(), batch()), wanted)
             report = handle.report().elastic
             assert report is not None
-            assert all(row.replayed == (3 if pool.always else 1) for row in report.rows)
+            assert all(row.replayed == (3 if pool._pool.always else 1) for row in report.rows)
             handle.remove()
     torch.compiler.reset()
