@@ -64,6 +64,8 @@ class Longest:
         most: The most that the model takes; None for no limit.
         best: The most that is known to fit so far.
         best_peak_bytes: Its peak.
+        interrupted: Set from outside to end the search before its next simulation. Python drops a `KeyboardInterrupt`
+            that comes while a weak reference calls back, of which a simulation has thousands.
     """
 
     step: TrainingStep
@@ -73,6 +75,7 @@ class Longest:
     most: int | None = None
     best: int = field(default=0, init=False)
     best_peak_bytes: int = field(default=0, init=False)
+    interrupted: bool = field(default=False, init=False)
 
     def plan(self) -> Plan:
         """Returns the plan; its last size is the most that fits.
@@ -114,6 +117,8 @@ class Longest:
         return replace(self.step, args=call[0], kwargs=call[1])
 
     def _simulated(self, calls: Lengths, plan: Plan, length: int) -> Simulation:
+        if self.interrupted:
+            raise KeyboardInterrupt
         step = self._step(calls(length))
         return simulate_step(step, prepare=partial(apply, plan=plan, stores=stores_for(plan, step)))
 
