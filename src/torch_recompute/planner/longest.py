@@ -1,11 +1,10 @@
 """The longest sequence, or the largest batch, that a budget holds, with its plan and plans for shorter ones.
 
 The peak of a step rises with its length, so the longest is found by bisection. Each length on the way is one
-simulation, with the plan that needs the least at a length that was planned before; where bisection has two peaks it
-goes to where the line between them meets the budget, since from some length on the peak is nearly a line. The length
-that is found is planned as a whole. If its own least plan leaves room, as one that takes more layers together does for
-long sequences, the search goes on with that. What comes out is a plan of `SIZES` lengths, each planned and simulated by
-itself.
+simulation, with the plan that keeps the fewest bytes; where bisection has two peaks it goes to where the line between
+them meets the budget, since from some length on the peak is nearly a line. The length that is found is planned. If its
+own least plan leaves room, as one that takes more or fewer layers together may, the search goes on with that. What
+comes out is a plan of `SIZES` lengths, each planned and simulated by itself.
 
 Rejected: planning each length on the way, which takes ten times as long and comes to the same end; a formula of bytes
 per token, which knows nothing of what the loss or a kernel holds.
@@ -94,14 +93,14 @@ class Longest:
         planner = Planner(self._step(calls(calls.length)), offload=self.offload)
         free = partial(free_bytes, self.step.model, planner.plain.device, self.step.optimizer, self.step.call)
         allowed = bytes_meant(asked, lambda: 0, planner.plain.peak_bytes, free)
-        start = calls.length
+        start, plan = calls.length, planner.leanest  # the least peak may be the optimizer's, and then keeps more
         for _ in range(ROUNDS):
             before = self.best
-            self._search(partial(self._simulated, calls, planner.least_plan), allowed, start)
+            self._search(partial(self._simulated, calls, plan), allowed, start)
             if self.best <= before * (1 + 4 / FINE):
                 break
             start = self.best
-            planner = Planner(self._step(calls(start)), offload=self.offload)
+            plan = Planner(self._step(calls(start)), offload=self.offload).least_plan
         while True:
             unit = self._unit(self.best)
             parts = (self.best * part // SIZES // unit * unit for part in range(1, SIZES))
