@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -316,15 +317,20 @@ def test_an_interrupted_search_says_what_fits(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Interrupted, the search prints the most that is known to fit, and ends as an interrupted command does."""
+    before = signal.getsignal(signal.SIGINT)
 
     def plan(self: Longest) -> Plan:
         self.best, self.best_peak_bytes = 1500, 3 * 2**20
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        assert self.interrupted
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Longest, "plan", plan)
     argv = ["plan", "this_test:pair", "--largest-batch", "--budget", "1MiB", "--device", "h100"]
     assert cli.main(argv) == output.INTERRUPTED
     assert "interrupted: 1,500 items in a batch fit, with a peak of 3.00 MiB" in capsys.readouterr().out
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_function_of_the_user(capsys: pytest.CaptureFixture[str]) -> None:

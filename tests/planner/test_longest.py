@@ -84,6 +84,22 @@ def test_what_is_found_before_an_interruption(monkeypatch: pytest.MonkeyPatch) -
     assert 0 < search.best_peak_bytes <= 16 * 2**20
 
 
+def test_an_interruption_that_python_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search that was told of an interruption ends before its next simulation."""
+    search = Longest(TrainingStep.of("", model(), sequence(), None, **STEP), "16MiB")
+    real, seen = search._next, []
+
+    def told(*args: Any) -> int:
+        search.interrupted = True
+        seen.append(search.best)
+        return real(*args)
+
+    monkeypatch.setattr(search, "_next", told)
+    with pytest.raises(KeyboardInterrupt):
+        search.plan()
+    assert seen == [search.best] == [32]
+
+
 def test_what_cannot_be_asked() -> None:
     """A share, other sizes, and a budget that not one token fits into are refused in words."""
     with pytest.raises(ArgumentError, match="is a share of the activation memory"):

@@ -15,7 +15,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Sequence
+import signal
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -328,7 +330,11 @@ def _find_longest(args: argparse.Namespace, output: Output) -> int:
         step = AskedStep.asked(args)
     search, plan = _search_of(args, step), None
     try:
-        with models.autocasting(step.model, args.autocast), output.at_work(f"looking for the most of {step}"):
+        with (
+            _interrupting(search),
+            models.autocasting(step.model, args.autocast),
+            output.at_work(f"looking for the most of {step}"),
+        ):
             plan = search.plan()
     except KeyboardInterrupt:
         if not search.best:
@@ -350,6 +356,21 @@ def _find_longest(args: argparse.Namespace, output: Output) -> int:
 
     output.give(lambda: out.document("plan", SCHEMA_VERSION, {**step.as_data(), "notes": notes, **found}), print_found)
     return OK if plan is not None else out.INTERRUPTED
+
+
+@contextmanager
+def _interrupting(search: Longest) -> Generator[None]:
+    """Tells a search of an interruption, which Python may drop where it comes."""
+
+    def interrupted(*_: object) -> None:
+        search.interrupted = True
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupted)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _search_of(args: argparse.Namespace, step: AskedStep) -> Longest:

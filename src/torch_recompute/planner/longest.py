@@ -1,11 +1,10 @@
 """The longest sequence, or the largest batch, that a budget holds, with its plan and plans for shorter ones.
 
 The peak of a step rises with its length, so the longest is found by bisection. Each length on the way is one
-simulation, with the plan that needs the least at a length that was planned before; where bisection has two peaks it
-goes to where the line between them meets the budget, since from some length on the peak is nearly a line. The length
-that is found is planned as a whole. If its own least plan leaves room, as one that takes more layers together does for
-long sequences, the search goes on with that. What comes out is a plan of `SIZES` lengths, each planned and simulated by
-itself.
+simulation, with the plan that keeps the fewest bytes; where bisection has two peaks it goes to where the line between
+them meets the budget, since from some length on the peak is nearly a line. The length that is found is planned. If its
+own least plan leaves room, as one that takes more or fewer layers together may, the search goes on with that. What
+comes out is a plan of `SIZES` lengths, each planned and simulated by itself.
 
 Rejected: planning each length on the way, which takes ten times as long and comes to the same end; a formula of bytes
 per token, which knows nothing of what the loss or a kernel holds.
@@ -64,6 +63,8 @@ class Longest:
         most: The most that the model takes; None for no limit.
         best: The most that is known to fit so far.
         best_peak_bytes: Its peak.
+        interrupted: Set from outside to end the search before its next simulation. Python drops a `KeyboardInterrupt`
+            that comes while a weak reference calls back, of which a simulation has thousands.
     """
 
     step: TrainingStep
@@ -73,6 +74,7 @@ class Longest:
     most: int | None = None
     best: int = field(default=0, init=False)
     best_peak_bytes: int = field(default=0, init=False)
+    interrupted: bool = field(default=False, init=False)
 
     def plan(self) -> Plan:
         """Returns the plan; its last size is the most that fits.
@@ -91,14 +93,14 @@ class Longest:
         planner = Planner(self._step(calls(calls.length)), offload=self.offload)
         free = partial(free_bytes, self.step.model, planner.plain.device, self.step.optimizer, self.step.call)
         allowed = bytes_meant(asked, lambda: 0, planner.plain.peak_bytes, free)
-        start = calls.length
+        start, plan = calls.length, planner.leanest  # the least peak may be the optimizer's, and then keeps more
         for _ in range(ROUNDS):
             before = self.best
-            self._search(partial(self._simulated, calls, planner.least_plan), allowed, start)
+            self._search(partial(self._simulated, calls, plan), allowed, start)
             if self.best <= before * (1 + 4 / FINE):
                 break
             start = self.best
-            planner = Planner(self._step(calls(start)), offload=self.offload)
+            plan = Planner(self._step(calls(start)), offload=self.offload).least_plan
         while True:
             unit = self._unit(self.best)
             parts = (self.best * part // SIZES // unit * unit for part in range(1, SIZES))
@@ -114,6 +116,8 @@ class Longest:
         return replace(self.step, args=call[0], kwargs=call[1])
 
     def _simulated(self, calls: Lengths, plan: Plan, length: int) -> Simulation:
+        if self.interrupted:
+            raise KeyboardInterrupt
         step = self._step(calls(length))
         return simulate_step(step, prepare=partial(apply, plan=plan, stores=stores_for(plan, step)))
 
