@@ -21,13 +21,14 @@ from _measure import arguments, finish
 from torch_recompute import Choice, Plan
 from torch_recompute.commands.models import load
 from torch_recompute.devices import DEVICES
+from torch_recompute.plan.ranks import Ranks
 from torch_recompute.planner.layout import Layout, LayoutPlanner
 from torch_recompute.planner.ops import Op, metas
 from torch_recompute.planner.pipeline import RankPlanner
 from torch_recompute.planner.rank_memory import RankPeak
 from torch_recompute.planner.stage_runs import StageRun
 
-LAYOUT = Layout(tp=4, pp=4, vpp=5, dp=2, mbs=1, sequence_parallel=True, batch=32)
+LAYOUT = Layout(Ranks(tp=4, pp=4, vpp=5, dp=2, sequence_parallel=True), batch=32)
 TOKENS, WIDTH, WIDE, QUERIES, KEYS = 4096, 8192, 28_672, 8192, 1024
 GB = 1000**3
 PRICE = DEVICES["h100"]

@@ -21,6 +21,7 @@ from .. import errors
 from .._text import explained, table
 from ..memory.budget import enough, more_advice, read_budget, too_small
 from ..plan.plan import Plan
+from ..plan.ranks import Ranks
 from ..planner.layout import Layout, LayoutPlanner, RankPlan, no_pipeline, step_seconds
 from ..planner.planner import Planner
 from ..planner.profile import Profile
@@ -45,7 +46,6 @@ CURVE_WORDS = {
 """The columns of the curve, and what they mean."""
 RANK_OPTIMIZERS = ("adamw", "sgd", "none")
 LEAN_OPTIMIZERS = ("adamw-fused", "adafactor", "sgd")  # optimizers that may take less memory than another
-SIZES = ("tp", "pp", "vpp", "dp", "mbs")
 TITLES = (
     *("rank", "in flight", "weights", "grads", "optimizer", "activations", "peak", "plain peak"),
     *("microbatch ms", "replays ms", "gap", "links ms"),
@@ -226,17 +226,20 @@ def _add_rank_options(parser: argparse.ArgumentParser) -> None:
         "One plan for each rank of the pipeline. --budget is that of each rank. For language models by name or "
         "configuration.",
     )
-    for name, what in (
-        ("tp", "ranks that share each layer: tensor parallel (1)"),
-        ("pp", "ranks that share the layers: pipeline parallel, by 1F1B (1)"),
-        ("vpp", "chunks of layers on each of these, by interleaved 1F1B (1)"),
-        ("dp", "replicas; they share the optimizer's state, as with ZeRO-1 (1)"),
-        ("mbs", "sequences in a microbatch (1); --batch over --dp and this is how many microbatches a step has"),
-    ):
+    for name, what in models.RANK_WORDS.items():
         group.add_argument(f"--{name}", type=int, metavar="N", help=what)
     group.add_argument(
-        "--sequence-parallel", action="store_true", help="norms and residuals hold a share of the tokens (with --tp)"
+        "--sequence-parallel",
+        action="store_true",
+        default=None,
+        help="norms and residuals hold a share of the tokens (with --tp)",
     )
+    group.add_argument(
+        "--reshard-after-forward",
+        choices=("yes", "no"),
+        help="whether ranks of --fsdp free a layer's weights between its forward and its backward (yes)",
+    )
+    group.add_argument("--reduce-dtype", metavar="DTYPE", help="in which --fsdp reduces gradients (float32)")
 
 
 def _goes_without(option: str, other: str, why: str) -> str:
@@ -246,9 +249,13 @@ def _goes_without(option: str, other: str, why: str) -> str:
 
 def _layout_of(args: argparse.Namespace) -> Layout | None:
     """Returns the layout over ranks that a command line describes; None for one rank."""
-    given = {name: value for name in SIZES if (value := getattr(args, name)) is not None}
-    if not given and not args.sequence_parallel:
+    given = {name: value for name in models.RANK_WORDS if (value := getattr(args, name)) is not None}
+    ranks = models.ranks_of(args)
+    if (not given and ranks == Ranks()) or (ranks.fully_sharded and ranks.pp == 1):
         return None
+    if ranks.fully_sharded:
+        why = "of a pipeline, ranks with batches of their own are planned to share the optimizer's states alone"
+        raise errors.ArgumentError(_goes_without("--fsdp" if ranks.fsdp > 1 else f"--zero {ranks.zero}", "--pp", why))
     option = next((f"--{name}" for name in given), "--sequence-parallel")
     if args.frontier:
         raise errors.ArgumentError(_goes_without("--frontier", option, "it is the curve of one device"))
@@ -266,7 +273,7 @@ def _layout_of(args: argparse.Namespace) -> Layout | None:
     if args.optimizer not in RANK_OPTIMIZERS:
         why = f"of ranks, whose optimizer is Megatron's, are planned {', '.join(RANK_OPTIMIZERS)}"
         raise errors.ArgumentError(_goes_without(f"--optimizer {args.optimizer}", option, why))
-    return Layout(**given, sequence_parallel=args.sequence_parallel, batch=args.batch)
+    return Layout(ranks, args.mbs or 1, args.batch)
 
 
 def _plan_ranks(args: argparse.Namespace, layout: Layout, output: Output) -> int:
@@ -332,7 +339,7 @@ def _print_ranks(console: Console, head: str, layout: Layout, plans: Sequence[Ra
     step, plain = step_seconds(layout, plans), step_seconds(layout, plans, plain=True)
     console.print(
         f"step {1000 * step:,.1f} ms, {step / plain - 1:+.1%} for replays: {layout.microbatches} microbatches of the "
-        f"slowest rank and {(layout.pp - 1) / layout.vpp:g} to fill and drain the pipeline, then "
+        f"slowest rank and {(layout.ranks.pp - 1) / layout.ranks.vpp:g} to fill and drain the pipeline, then "
         f"{1000 * max(plan.optimizer_seconds for plan in plans):,.1f} ms of the optimizer"
     )
     console.print(

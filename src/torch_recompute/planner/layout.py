@@ -27,6 +27,7 @@ from torch import nn
 from .. import errors
 from ..memory.loop import Loop
 from ..plan.plan import Plan
+from ..plan.ranks import Ranks
 from ..training_step import TrainingStep, any_loss
 from .pipeline import Budget, PipelinePlanner, RankPlanner, paths_of_layers
 from .planner import Planner
@@ -38,48 +39,33 @@ MOMENTS = ("mean", "square")
 
 @dataclass(frozen=True)
 class Layout:
-    """The spread of a step over ranks."""
+    """A step that is spread over ranks: how they share it, and in which portions they take its batch."""
 
-    tp: int = 1  # ranks that share each layer (tensor parallel)
-    pp: int = 1  # ranks that share the layers (pipeline parallel)
-    vpp: int = 1  # chunks of layers on each of these (interleaved 1F1B); 1 for 1F1B
-    dp: int = 1  # replicas (data parallel), over which the optimizer's state is sharded
+    ranks: Ranks
     mbs: int = 1  # sequences in a microbatch
-    sequence_parallel: bool = False  # whether norms and residuals hold a share of the tokens each, instead of all
     batch: int | None = None  # sequences in a step, over all replicas; None for the default of `microbatches`
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "vpp", "dp", "mbs"):
-            value = getattr(self, name)
-            if value < 1:
-                raise errors.ArgumentError(errors.not_a_size(f"--{name}", value))
-        if self.vpp > 1 and self.pp == 1:
-            raise errors.ArgumentError(errors.goes_with("--vpp", "--pp"))
-        if self.sequence_parallel and self.tp == 1:
-            raise errors.ArgumentError(errors.goes_with("--sequence-parallel", "--tp"))
-        share = self.dp * self.mbs
+        if self.mbs < 1:
+            raise errors.ArgumentError(errors.not_a_size("--mbs", self.mbs))
+        ranks, share = self.ranks, self.ranks.batches * self.mbs
         if self.batch is not None and (self.batch < share or self.batch % share):
             raise errors.ArgumentError(
-                f"--batch is {self.batch}, which {self.dp} replicas (--dp) cannot take in microbatches of {self.mbs} "
-                f"(--mbs). Write a multiple of {share}."
+                f"--batch is {self.batch}, which {ranks.batches} replicas (--dp x --fsdp) cannot take in microbatches "
+                f"of {self.mbs} (--mbs). Write a multiple of {share}."
             )
-        if self.vpp > 1 and self.microbatches % self.pp:
+        if ranks.vpp > 1 and self.microbatches % ranks.pp:
             raise errors.ArgumentError(
-                f"--vpp: interleaved 1F1B takes the microbatches in turns of the pipeline's {self.pp} ranks, and "
-                f"{self.microbatches} are no multiple of it. Write a --batch that is a multiple of {self.pp * share}."
+                f"--vpp: interleaved 1F1B takes the microbatches in turns of the pipeline's {ranks.pp} ranks, and "
+                f"{self.microbatches} are no multiple of it. Write a --batch that is a multiple of {ranks.pp * share}."
             )
 
     @property
     def microbatches(self) -> int:
         """Of one replica in a step; by default one without a pipeline, and two per rank with one."""
         if self.batch is None:
-            return 2 * self.pp if self.pp > 1 else 1
-        return self.batch // (self.dp * self.mbs)
-
-    @property
-    def ranks(self) -> int:
-        """The number of ranks."""
-        return self.tp * self.pp * self.dp
+            return 2 * self.ranks.pp if self.ranks.pp > 1 else 1
+        return self.batch // (self.ranks.batches * self.mbs)
 
     def pipeline(self, layers: int) -> Pipeline:
         """The pipeline over the layers of a model: 1F1B, or interleaved 1F1B.
@@ -87,33 +73,27 @@ class Layout:
         Where they do not divide evenly, the first chunk and the last, which also hold the embedding and the head, are
         the last to get one more.
         """
-        count = self.pp * self.vpp
+        pp, vpp = self.ranks.pp, self.ranks.vpp
+        count = pp * vpp
         if layers < count:
             raise errors.ArgumentError(
-                f"--pp {self.pp} --vpp {self.vpp} are {count} parts, and the model has {layers} layers. Write fewer."
+                f"--pp {pp} --vpp {vpp} are {count} parts, and the model has {layers} layers. Write fewer."
             )
         sizes = [layers // count] * count
         for place in [*range(1, count - 1), 0, count - 1][: layers % count]:
             sizes[place] += 1
-        orders = one_f_one_b(self.pp, self.microbatches)
-        if self.vpp > 1:
-            orders = orders_named("Interleaved1F1B", self.pp, self.microbatches, self.vpp)
+        orders = one_f_one_b(pp, self.microbatches)
+        if vpp > 1:
+            orders = orders_named("Interleaved1F1B", pp, self.microbatches, vpp)
         bounds = itertools.pairwise(itertools.accumulate(sizes, initial=0))
         return Pipeline("1F1B", orders, self.microbatches, tuple(bounds))
 
     def as_data(self) -> dict[str, Any]:
         """The layout as plain data."""
-        data = dataclasses.asdict(self)
-        del data["batch"]
-        return {**data, "microbatches": self.microbatches}
+        return {**self.ranks.as_data(), "mbs": self.mbs, "microbatches": self.microbatches}
 
     def __str__(self) -> str:
-        sequence = " with sequence parallel" if self.sequence_parallel else ""
-        chunks = f" with {self.vpp} chunks each" if self.vpp > 1 else ""
-        return (
-            f"tensor parallel {self.tp}{sequence}, pipeline {self.pp}{chunks}, data parallel {self.dp}: {self.ranks} "
-            f"ranks; {self.microbatches} microbatches of {self.mbs}"
-        )
+        return f"{self.ranks}; {self.microbatches} microbatches of {self.mbs}"
 
 
 @dataclass(frozen=True)
@@ -151,8 +131,33 @@ class RankPlan:
 def step_seconds(layout: Layout, plans: Sequence[RankPlan], *, plain: bool = False) -> float:
     """Seconds of a step of the pipeline; see the module's docstring."""
     each = [plan.microbatch_seconds + (0.0 if plain else plan.replay_seconds) for plan in plans]
-    waits = (layout.pp - 1) / layout.vpp
+    waits = (layout.ranks.pp - 1) / layout.ranks.vpp
     return (layout.microbatches + waits) * max(each) + max(plan.optimizer_seconds for plan in plans)
+
+
+def one_rank(
+    model: nn.Module, word: str, ranks: Ranks, mbs: int, tokens: int
+) -> tuple[nn.Module, list[str], dict[str, Any]]:
+    """The model that one rank computes, the paths of its layers, and the keyword arguments of a call.
+
+    Args:
+        model: The whole model, of transformers and on meta.
+        word: Its name, as the user wrote it.
+        ranks: The ranks.
+        mbs: Sequences in a call.
+        tokens: In a sequence.
+
+    Raises:
+        ArgumentError: The model cannot be shared so.
+    """
+    if ranks.sequence_parallel:
+        check_divides(word, "--sequence", tokens, ranks.tp)
+    part, layers = rank_model(model, word, ranks.tp, ranks.sequence_parallel)
+    if not layers or not hasattr(model, "get_input_embeddings"):
+        raise errors.ArgumentError(no_pipeline(word, type(model).__name__))
+    ids = torch.ones(mbs, tokens, dtype=torch.long)
+    batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(tokens)[None], "use_cache": False}
+    return part, layers, batch
 
 
 class LayoutPlanner:
@@ -174,18 +179,12 @@ class LayoutPlanner:
         self, model: nn.Module, word: str, layout: Layout, tokens: int, optimizer: str, device: str | None
     ) -> None:
         self.layout = layout
-        if layout.sequence_parallel:
-            check_divides(word, "--sequence", tokens, layout.tp)
-        part, layers = rank_model(model, word, layout.tp, layout.sequence_parallel)
-        if not layers or not hasattr(model, "get_input_embeddings"):
-            raise errors.ArgumentError(no_pipeline(word, type(model).__name__))
+        part, layers, batch = one_rank(model, word, layout.ranks, layout.mbs, tokens)
         pipeline = layout.pipeline(len(layers))
-        ids = torch.ones(layout.mbs, tokens, dtype=torch.long)
-        batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(tokens)[None], "use_cache": False}
         step = TrainingStep(part, (), batch, any_loss, device=device, loop=Loop(hold_output=False))
         self.planner = Planner(step)
         assert paths_of_layers(self.planner) == layers
-        make = partial(Sharded, replicas=layout.dp, word=optimizer)
+        make = partial(Sharded, replicas=layout.ranks.state_shards, word=optimizer)
         self.pipeline, self._optimizer = PipelinePlanner(self.planner, pipeline, make, megatron=True), optimizer
 
     def plans(self, budget: Budget) -> list[RankPlan]:
@@ -228,7 +227,7 @@ class LayoutPlanner:
         seconds = ("step_seconds", "plain_step_seconds", "bound_seconds")
         promise = dataclasses.replace(promise, **{name: getattr(promise, name) + updating for name in seconds})
         step = tried.peak.step
-        words = f"rank {rank.number} of a pipeline of {layout.pp}, tensor parallel {layout.tp}, {wanted.said}"
+        words = f"rank {rank.number} of the pipeline on {layout.ranks}, {wanted.said}"
         return RankPlan(
             rank=rank.number,
             layers=tuple(tuple(range(*self.pipeline.pipeline.bounds[stage])) for stage in rank.stages),

@@ -35,7 +35,7 @@ from ..plan.plan import Plan
 from ..plan.roles import inside
 from ..plan.wrappers import described
 from ..simulation import Moment, Simulation, simulate_step
-from ..training_step import MakeOptimizer, TrainingStep, loss_of
+from ..training_step import ALONE, MakeOptimizer, TrainingStep, loss_of
 from .candidates import Guess, SegmentRecord, guesses, offloads, record
 from .clock import Clocked, Scale, clock, obstacle
 from .cost import Costs, Host, Kind, Option, Point, Segment, Solution, begins, highest_points, kinds_for_all, simplicity
@@ -75,7 +75,7 @@ class Planner:
         self.step = step
         limit = limit_of(offload) if offload is not False else None
         self.known = known(vars(step), offload)
-        self.plain = self._simulated(Plan())
+        self.plain = self.simulated(Plan())
         if ran is not None:
             ran.update(self.known.ran)
         self.price = prices_for(step, self.plain.device)
@@ -221,7 +221,7 @@ class Planner:
             if solution.options == known:
                 return
             known = solution.options
-            simulation = self._simulated(self._plan_of(solution))
+            simulation = self.simulated(self._plan_of(solution))
             exact = simulation.peak_bytes == solution.peak_bytes
             if not exact:
                 costs = replace(self._calibrated(simulation, known, costs.step_seconds, self.costs), kinds=first.kinds)
@@ -245,7 +245,7 @@ class Planner:
         """The scale of prices by steps that are run here; or why none is, in words."""
         device = self.plain.device
         model, call = self.step.model, self.step.call
-        why = obstacle(model, *call, device)
+        why = "it is one of several ranks" if self.step.ranks != ALONE else obstacle(model, *call, device)
         if why:
             return why
         try:
@@ -278,7 +278,7 @@ class Planner:
     def _plan_of(self, solution: Solution) -> Plan:
         return Plan(choices_of(self._priced, solution))
 
-    def _simulated(self, plan: Plan) -> Simulation:
+    def simulated(self, plan: Plan) -> Simulation:
         """The step with a plan; of that without recomputation, what ran is counted."""
         key = tuple(plan)
         if key in self.known.simulations:
@@ -340,7 +340,8 @@ class Planner:
                     moved = [(option.saved_bytes, in_host_memory(option)) for option in undominated(options)[1:]]
                     moved += [(plain.saved_bytes, way) for way in offloads(found)]
                     options += self._offloaded(path, call, moved, plain, forward)
-                options += self._grouped(first, plain, found.kinds)
+                if not self.step.ranks.fully_sharded:  # whose layers are gathered one by one
+                    options += self._grouped(first, plain, found.kinds)
             ways[kind] = Kind(tuple(options) if path in several else undominated(options), graph)
         return ways
 

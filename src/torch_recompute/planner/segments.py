@@ -37,6 +37,7 @@ from ..plan.roles import Units, inside
 from ..plan.units import find_units
 from ..simulation.copies import Faker
 from ..simulation.fake_mode import FakeMode
+from ..simulation.fully_sharded import computing
 from ..training_step import TrainingStep
 from .ops import Op, logging
 from .trials import SegmentCall
@@ -88,6 +89,8 @@ class _Capture:
         parts = [part for unit in self._units.by_role("moe") for part in (unit.parts or (unit.path,))]
         routers = tuple(dict.fromkeys([*(unit.path for unit in self._units.by_role("router")), *parts]))
         self._captured = CapturedCall(FakeMode(fakes, lambda: "", self._target), routers)
+        with self._captured.pretend:
+            computing(self._copy, step.ranks)
         self._seen: list[tuple[str, SegmentCall, list[Op], bool]] = []
         self._running: list[list[Op]] = []  # the operations of the calls that have not ended
         self._result: Any = None  # of the segment that ended last
