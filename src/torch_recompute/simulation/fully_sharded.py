@@ -57,12 +57,12 @@ def computing(model: nn.Module, ranks: Ranks) -> None:
         return
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        for name, weight in module._parameters.items():
-            if weight is not None and weight.is_floating_point():
+        for name, weight in [*module.named_parameters(recurse=False)]:
+            if weight.is_floating_point():
                 found = made.get(id(weight))
                 if found is None:
                     found = made[id(weight)] = nn.Parameter(torch.empty_like(weight, dtype=dtype), weight.requires_grad)
-                module._parameters[name] = found
+                setattr(module, name, found)
     model.register_forward_pre_hook(lambda _, args, kwargs: _cast((args, kwargs), dtype), with_kwargs=True)
 
 
@@ -108,7 +108,7 @@ class _Weight:
     def put(self, weight: nn.Parameter) -> None:
         """Makes the modules hold the shard, or the whole."""
         for module, name in self._places:
-            module._parameters[name] = weight
+            setattr(module, name, weight)
 
     def allocate(self, ranks: int, dtype: torch.dtype) -> torch.Tensor:
         """Makes room for the whole weight, with its padding; returns that as a row per rank."""
@@ -295,10 +295,9 @@ class _Fsdp:
         places: dict[int, list[tuple[nn.Module, str]]] = {}
         weights: dict[int, nn.Parameter] = {}
         for part in module.modules():
-            for name, weight in part._parameters.items() if id(part) not in inside else ():
-                if weight is not None:
-                    places.setdefault(id(weight), []).append((part, name))
-                    weights[id(weight)] = weight
+            for name, weight in part.named_parameters(recurse=False) if id(part) not in inside else ():
+                places.setdefault(id(weight), []).append((part, name))
+                weights[id(weight)] = weight
         return [_Weight(places[key], weight, self.ranks) for key, weight in weights.items()]
 
     def booking(self) -> Any:
