@@ -16,6 +16,9 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, int, int, int]]] = {
     "FSDP": ({"fsdp": 8}, (8, 8, 1, 8)),
     "ZeRO-2": ({"fsdp": 8, "zero": 2}, (8, 8, 1, 8)),
     "HSDP": ({"dp": 4, "fsdp": 8}, (32, 8, 4, 8)),
+    "context": ({"cp": 4, "dp": 2}, (8, 1, 2, 8)),
+    "context and FSDP": ({"cp": 4, "fsdp": 2}, (8, 8, 1, 8)),
+    "FSDP over context alone": ({"cp": 8, "zero": 3}, (8, 8, 1, 8)),
     "Megatron": ({"tp": 8, "sequence_parallel": True, "pp": 4, "vpp": 5, "dp": 2}, (64, 1, 2, 2)),
 }
 

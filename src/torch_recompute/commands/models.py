@@ -51,13 +51,19 @@ RANK_WORDS = {
     "tp": "ranks that share each layer: tensor parallel (1)",
     "pp": "ranks that share the layers: pipeline parallel, by 1F1B (1)",
     "vpp": "chunks of layers on each of these, by interleaved 1F1B (1)",
+    "cp": "ranks that share the tokens of each sequence: context parallel (1)",
     "dp": "replicas; they share what --zero says (1)",
     "fsdp": "ranks that share weights, gradients and states: FSDP2; with --dp, replicas of so many (1)",
     "zero": "what replicas share: 0 nothing, 1 the optimizer's states (the default), 2 gradients, 3 weights as well",
     "mbs": "sequences in a microbatch (1); --batch over --dp, --fsdp and this is how many microbatches a step has",
 }
 """The options of ranks that are numbers, and what they mean."""
-RANK_KINDS: Mapping[str, type] = {"sequence_parallel": bool, "reshard_after_forward": str, "reduce_dtype": str}
+RANK_KINDS: Mapping[str, type] = {
+    "sequence_parallel": bool,
+    "cp_kind": str,
+    "reshard_after_forward": str,
+    "reduce_dtype": str,
+}
 """The other options of ranks."""
 STEP_WORDS = (
     *("model", "batch", "sequence", "dtype", "optimizer", "device"),
@@ -416,7 +422,7 @@ class AskedStep(TrainingStep):
         meta = all(parameter.is_meta for parameter in model.parameters())
         device, optimizer = args.device or ("h100" if meta else None), (args.optimizer or USUAL).lower()
         if built_here and ranks.fully_sharded:
-            if ranks.tp > 1:
+            if ranks.tp * ranks.cp > 1:
                 model, _, batch = one_rank(model, args.model, ranks, args.mbs or 1, call[1]["input_ids"].shape[1])
                 call, loss = ((), batch), any_loss
             ranks = mixed_precision(model, args, ranks)

@@ -21,7 +21,7 @@ from .. import errors
 from .._text import explained, table
 from ..memory.budget import enough, more_advice, read_budget, too_small
 from ..plan.plan import Plan
-from ..plan.ranks import Ranks
+from ..plan.ranks import KINDS_OF_CP, Ranks
 from ..planner.layout import Layout, LayoutPlanner, RankPlan, no_pipeline, step_seconds
 from ..planner.planner import Planner
 from ..planner.profile import Profile
@@ -234,6 +234,7 @@ def _add_rank_options(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="norms and residuals hold a share of the tokens (with --tp)",
     )
+    group.add_argument("--cp-kind", choices=KINDS_OF_CP, help="how attention sees the others' tokens (all-gather)")
     group.add_argument(
         "--reshard-after-forward",
         choices=("yes", "no"),

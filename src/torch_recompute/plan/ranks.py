@@ -4,10 +4,10 @@
     Ranks(fsdp=8)                                              FSDP2, or ZeRO-3
     Ranks(dp=4, fsdp=8)                                        HSDP: 4 replicas of 8 ranks that share all weights
 
-The batch is shared by `dp x fsdp` replicas, each of `tp x pp` ranks. What a replica has of weights, gradients and
-optimizer states is shared further (`zero`): by ZeRO-1 the states over the ranks of `dp`, by ZeRO-2 and 3 all of them
-over those of `fsdp`. The ranks that a group needs are counted here and nowhere else; whether a model's sizes can be
-shared so is said where the model is cut.
+The batch is shared by `dp x fsdp` replicas, each of `tp x cp x pp` ranks. What a replica has of weights, gradients and
+optimizer states is shared further (`zero`): by ZeRO-1 the states over the ranks of `dp x cp`, by ZeRO-2 and 3 all of
+them over those of `fsdp x cp`. The ranks that a group needs are counted here and nowhere else; whether a model's sizes
+can be shared so is said where the model is cut.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Any
 
 from .. import errors
 
-SIZES = ("tp", "pp", "vpp", "dp", "fsdp")
+SIZES = ("tp", "pp", "vpp", "cp", "dp", "fsdp")
+KINDS_OF_CP = ("all-gather", "ulysses")
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,15 @@ class Ranks:
         sequence_parallel: Whether norms and residuals hold a share of the tokens each, instead of all.
         pp: Ranks that share the layers (pipeline parallel).
         vpp: Chunks of layers on each of these (interleaved 1F1B); 1 for 1F1B.
+        cp: Ranks that share the tokens of each sequence (context parallel); weights, gradients and states are shared
+            over these as over the ranks with batches of their own.
         dp: Replicas (data parallel), each with batches of its own.
         fsdp: Ranks with batches of their own that share weights, gradients and states (`fully_shard`).
         zero: What ranks with batches of their own share: 0 nothing, 1 the optimizer's states, 2 gradients and states
             (weights are whole from forward to backward: `reshard_after_forward=False`), 3 weights as well. By default
             3 with `fsdp`, else 1; 2 and 3 with `dp` alone are `fsdp` in its place.
+        cp_kind: How attention sees the others' tokens: "all-gather" of keys and values, or "ulysses", which exchanges
+            tokens for heads.
         param_dtype: With `fsdp`, the type of gathered weights and of what is computed, as "bfloat16"; "" for that of
             the model's weights. It is that of `MixedPrecisionPolicy`, as the next.
         reduce_dtype: The type in which gradients are reduced; "" for that in which they are computed.
@@ -47,9 +52,11 @@ class Ranks:
     sequence_parallel: bool = False
     pp: int = 1
     vpp: int = 1
+    cp: int = 1
     dp: int = 1
     fsdp: int = 1
     zero: int | None = None
+    cp_kind: str = "all-gather"
     param_dtype: str = ""
     reduce_dtype: str = ""
 
@@ -62,6 +69,8 @@ class Ranks:
             raise errors.ArgumentError(errors.goes_with("--vpp", "--pp"))
         if self.sequence_parallel and self.tp == 1:
             raise errors.ArgumentError(errors.goes_with("--sequence-parallel", "--tp"))
+        if self.cp_kind not in KINDS_OF_CP:
+            raise errors.ArgumentError(f"--cp-kind is {self.cp_kind!r}; expected {' or '.join(KINDS_OF_CP)}.")
         allowed = (0, 1, 2, 3) if self.fsdp == 1 else (2, 3)
         if self.zero is not None and self.zero not in allowed:
             raise errors.ArgumentError(
@@ -73,12 +82,12 @@ class Ranks:
     @property
     def fully_sharded(self) -> bool:
         """Whether weights, gradients and states are shared by ranks with batches of their own."""
-        return self.fsdp > 1 or (self.dp > 1 and self.zero in (2, 3))
+        return self.fsdp > 1 or (self.dp * self.cp > 1 and self.zero in (2, 3))
 
     @property
     def shards(self) -> int:
         """The number of ranks that share weights, gradients and states; 1 where they are whole."""
-        return (self.fsdp if self.fsdp > 1 else self.dp) if self.fully_sharded else 1
+        return (self.fsdp if self.fsdp > 1 else self.dp) * self.cp if self.fully_sharded else 1
 
     @property
     def replicas(self) -> int:
@@ -88,7 +97,7 @@ class Ranks:
     @property
     def state_shards(self) -> int:
         """The number of ranks that share the optimizer's states."""
-        return self.shards if self.fully_sharded else 1 if self.zero == 0 else self.dp
+        return self.shards if self.fully_sharded else 1 if self.zero == 0 else self.dp * self.cp
 
     @property
     def batches(self) -> int:
@@ -98,7 +107,7 @@ class Ranks:
     @property
     def world(self) -> int:
         """The number of ranks."""
-        return self.tp * self.pp * self.batches
+        return self.tp * self.cp * self.pp * self.batches
 
     def as_data(self) -> dict[str, Any]:
         """The ranks as plain data."""
@@ -111,6 +120,7 @@ class Ranks:
         parts = [
             f"tensor parallel {self.tp}{sequence}" if self.tp > 1 else "",
             f"pipeline {self.pp}{chunks}" if self.pp > 1 else "",
+            f"context parallel {self.cp} by {self.cp_kind}" if self.cp > 1 else "",
             f"fully sharded over {self.shards}{'' if self.zero != 2 else ', whole from forward to backward'}"
             if self.fully_sharded
             else "",

@@ -152,6 +152,12 @@ def one_rank(
     """
     if ranks.sequence_parallel:
         check_divides(word, "--sequence", tokens, ranks.tp)
+    if tokens % (2 * ranks.cp) and ranks.cp > 1:
+        raise errors.ArgumentError(
+            f"--cp is {ranks.cp}, and --sequence of {word} is {tokens}, whose tokens {ranks.cp} ranks cannot share in "
+            f"two equal parts each. Write a --sequence that is a multiple of {2 * ranks.cp}."
+        )
+    tokens //= ranks.cp
     part, layers = rank_model(model, word, ranks.tp, ranks.sequence_parallel)
     if not layers or not hasattr(model, "get_input_embeddings"):
         raise errors.ArgumentError(no_pipeline(word, type(model).__name__))
@@ -181,7 +187,7 @@ class LayoutPlanner:
         self.layout = layout
         part, layers, batch = one_rank(model, word, layout.ranks, layout.mbs, tokens)
         pipeline = layout.pipeline(len(layers))
-        step = TrainingStep(part, (), batch, any_loss, device=device, loop=Loop(hold_output=False))
+        step = TrainingStep(part, (), batch, any_loss, device=device, loop=Loop(hold_output=False), ranks=layout.ranks)
         self.planner = Planner(step)
         assert paths_of_layers(self.planner) == layers
         make = partial(Sharded, replicas=layout.ranks.state_shards, word=optimizer)

@@ -83,6 +83,7 @@ _RINGS = {
     "reduce_scatter_tensor": (1, "in"),
     "all_reduce": (2, "in"),
     "all_reduce_": (2, "in"),
+    "all_to_all_single": (1, "in"),
 }
 
 

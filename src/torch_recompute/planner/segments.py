@@ -35,6 +35,7 @@ from ..plan.libraries import CacheSnapshot, is_cache
 from ..plan.plan import Plan
 from ..plan.roles import Units, inside
 from ..plan.units import find_units
+from ..simulation.context_parallel import share_context
 from ..simulation.copies import Faker
 from ..simulation.fake_mode import FakeMode
 from ..simulation.fully_sharded import computing
@@ -90,6 +91,7 @@ class _Capture:
         routers = tuple(dict.fromkeys([*(unit.path for unit in self._units.by_role("router")), *parts]))
         self._captured = CapturedCall(FakeMode(fakes, lambda: "", self._target), routers)
         with self._captured.pretend:
+            share_context(self._copy, step.ranks)
             computing(self._copy, step.ranks)
         self._seen: list[tuple[str, SegmentCall, list[Op], bool]] = []
         self._running: list[list[Op]] = []  # the operations of the calls that have not ended

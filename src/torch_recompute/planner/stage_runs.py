@@ -31,6 +31,7 @@ from ..memory.operations import ModuleStack, Operation, Storages
 from ..plan.apply import apply
 from ..plan.plan import Plan
 from ..simulation import Moment
+from ..simulation.context_parallel import share_context
 from ..simulation.copies import Faker
 from ..simulation.fake_mode import FakeMode
 from ..simulation.recording import Recording
@@ -102,6 +103,7 @@ class StageRunner:
         self.device, self._rounding = planner.plain.device, planner.plain.rounding
         faker = Faker(fakes, self.device)
         self.model: nn.Module = faker.copy(planner.step.model)
+        share_context(self.model, planner.step.ranks)
         self.call = faker.arguments(*planner.step.call)
         self.loss, self.stages, self.release = planner.step.loss or loss_of, stages, release
         self.modules = ModuleStack({id(module): path for path, module in self.model.named_modules()})

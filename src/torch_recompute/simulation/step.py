@@ -38,6 +38,7 @@ from ..memory.workspaces import keep, kept_by_cublas
 from ..plan.apply import apply, not_applicable
 from ..plan.plan import Plan
 from ..training_step import MakeOptimizer, TrainingStep, loss_in
+from .context_parallel import share_context
 from .copies import Faker
 from .fake_mode import FakeMode
 from .fully_sharded import shard
@@ -236,6 +237,7 @@ class _SimulatedStep:
         modules = self._modules = ModuleStack({id(module): path for path, module in self._model.named_modules()})
         self._pretend = FakeMode(fakes, lambda: modules.now()[1], step.where.target)
         with self._pretend:
+            share_context(self._model, step.ranks)
             shard(self._model, step.ranks, modules)
         if step.optimizer is not None and not instance:
             self._optimizer = self._made(step.optimizer)
