@@ -241,7 +241,7 @@ def test_the_optimizer_of_a_rank() -> None:
     sizes: dict[tuple[str, int], int] = {}
     for word, replicas in (("adamw", 1), ("adamw", 4), ("sgd", 1), ("none", 1)):
         weight = nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
-        optimizer = Sharded([weight], replicas, word)
+        optimizer = Sharded([weight], Ranks(dp=replicas), word)
         assert weight.grad is not None
         weight.grad.fill_(1.0)
         optimizer.step()

@@ -19,6 +19,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, int, int, int]]] = {
     "context": ({"cp": 4, "dp": 2}, (8, 1, 2, 8)),
     "context and FSDP": ({"cp": 4, "fsdp": 2}, (8, 8, 1, 8)),
     "FSDP over context alone": ({"cp": 8, "zero": 3}, (8, 8, 1, 8)),
+    "experts": ({"dp": 64, "ep": 64, "pp": 4}, (256, 1, 64, 64)),
     "Megatron": ({"tp": 8, "sequence_parallel": True, "pp": 4, "vpp": 5, "dp": 2}, (64, 1, 2, 2)),
 }
 
@@ -41,6 +42,8 @@ def test_who_shares_what(case: str) -> None:
         ({"vpp": 2}, "--vpp goes with --pp"),
         ({"sequence_parallel": True}, "--sequence-parallel goes with --tp"),
         ({"zero": 4}, "expected 0, 1, 2 or 3"),
+        ({"dp": 64, "ep": 48}, "Write --ep 1, 2, 4, ..., 64"),
+        ({"dp": 4, "ep": 4, "imbalance": 0.9}, "Write 1 or more"),
         ({"fsdp": 8, "zero": 1}, "expected 2 or 3, since ranks of --fsdp share gradients and states at least"),
     ],
 )

@@ -859,6 +859,14 @@ def plans_for_too_little(**options: Any) -> None:
     make_plan(model, **(options or {"args": args}), budget=100, loss=loss, device="h100")
 
 
+def mixture() -> torch.nn.Module:
+    """A mixture of 8 experts, as transformers has it."""
+    import transformers
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
+    return transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock(transformers.MixtralConfig(**sizes))
+
+
 class Scalar(torch.nn.Linear):
     """A product that is scaled."""
 
@@ -1245,6 +1253,11 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: on_ranks(Ranks(cp=2, zero=0)),
     lambda: plans("llama3-8b", "--budget", "1GiB", "--sequence", "96", "--cp", "64"),
     lambda: plans("llama3-8b", "--budget", "1GiB", "--sequence", "96", "--cp", "16", "--cp-kind", "ulysses"),
+    lambda: Ranks(dp=12, ep=8),
+    lambda: Ranks(tp=2, dp=4, ep=4, etp=1),
+    lambda: Ranks(dp=4, ep=4, imbalance=0.5),
+    lambda: on_ranks(Ranks(dp=4, ep=4, zero=0)),
+    lambda: on_ranks(Ranks(dp=3, ep=3, zero=0), model=mixture()),
     lambda: on_ranks(Ranks(pp=2)),
     lambda: on_ranks(Ranks(dp=2)),
     lambda: on_ranks(Ranks(fsdp=2, param_dtype="fp9")),

@@ -236,6 +236,12 @@ def _add_rank_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--cp-kind", choices=KINDS_OF_CP, help="how attention sees the others' tokens (all-gather)")
     group.add_argument(
+        "--imbalance",
+        type=float,
+        metavar="X",
+        help="tokens of the rank whose experts get the most, over the mean (1.0)",
+    )
+    group.add_argument(
         "--reshard-after-forward",
         choices=("yes", "no"),
         help="whether ranks of --fsdp free a layer's weights between its forward and its backward (yes)",

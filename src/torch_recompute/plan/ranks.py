@@ -18,7 +18,7 @@ from typing import Any
 
 from .. import errors
 
-SIZES = ("tp", "pp", "vpp", "cp", "dp", "fsdp")
+SIZES = ("tp", "pp", "vpp", "cp", "ep", "dp", "fsdp")
 KINDS_OF_CP = ("all-gather", "ulysses")
 
 
@@ -33,6 +33,9 @@ class Ranks:
         vpp: Chunks of layers on each of these (interleaved 1F1B); 1 for 1F1B.
         cp: Ranks that share the tokens of each sequence (context parallel); weights, gradients and states are shared
             over these as over the ranks with batches of their own.
+        ep: Ranks that share the experts of each mixture (expert parallel). They are ranks of `dp`, `fsdp` and `cp`, and
+            of these every `ep`-th has the same experts.
+        etp: Ranks that share each expert; by default, and at present always, those of `tp`.
         dp: Replicas (data parallel), each with batches of its own.
         fsdp: Ranks with batches of their own that share weights, gradients and states (`fully_shard`).
         zero: What ranks with batches of their own share: 0 nothing, 1 the optimizer's states, 2 gradients and states
@@ -40,9 +43,12 @@ class Ranks:
             3 with `fsdp`, else 1; 2 and 3 with `dp` alone are `fsdp` in its place.
         cp_kind: How attention sees the others' tokens: "all-gather" of keys and values, or "ulysses", which exchanges
             tokens for heads.
+        imbalance: How many times as many tokens as with perfect balance the rank receives whose experts are asked the
+            most; that rank is the one that is planned.
         param_dtype: With `fsdp`, the type of gathered weights and of what is computed, as "bfloat16"; "" for that of
             the model's weights. It is that of `MixedPrecisionPolicy`, as the next.
-        reduce_dtype: The type in which gradients are reduced; "" for that in which they are computed.
+        reduce_dtype: The type in which gradients are reduced, and in a pipeline added up; "" for that in which they are
+            computed.
 
     Raises:
         ArgumentError: A size is none, or one goes without another that it needs.
@@ -53,10 +59,13 @@ class Ranks:
     pp: int = 1
     vpp: int = 1
     cp: int = 1
+    ep: int = 1
+    etp: int | None = None
     dp: int = 1
     fsdp: int = 1
     zero: int | None = None
     cp_kind: str = "all-gather"
+    imbalance: float = 1.0
     param_dtype: str = ""
     reduce_dtype: str = ""
 
@@ -69,6 +78,22 @@ class Ranks:
             raise errors.ArgumentError(errors.goes_with("--vpp", "--pp"))
         if self.sequence_parallel and self.tp == 1:
             raise errors.ArgumentError(errors.goes_with("--sequence-parallel", "--tp"))
+        sharing = self.batches * self.cp
+        if sharing % self.ep:
+            raise errors.ArgumentError(
+                f"--ep is {self.ep}, and experts are shared by ranks of --dp, --fsdp and --cp, which are {sharing}: "
+                f"{self.ep} do not divide these. Write --ep {those_that_fit(range(1, sharing + 1), sharing)}."
+            )
+        if self.etp not in (None, self.tp):
+            raise errors.ArgumentError(
+                f"--etp is {self.etp} and --tp is {self.tp}; at present a rank's share of an expert is planned as its "
+                "share of a layer. Leave --etp out."
+            )
+        if not self.imbalance >= 1:
+            raise errors.ArgumentError(
+                f"--imbalance is {self.imbalance}: the tokens of the rank that receives the most, over those of "
+                "perfect balance. Write 1 or more."
+            )
         if self.cp_kind not in KINDS_OF_CP:
             raise errors.ArgumentError(f"--cp-kind is {self.cp_kind!r}; expected {' or '.join(KINDS_OF_CP)}.")
         allowed = (0, 1, 2, 3) if self.fsdp == 1 else (2, 3)
@@ -100,6 +125,11 @@ class Ranks:
         return self.shards if self.fully_sharded else 1 if self.zero == 0 else self.dp * self.cp
 
     @property
+    def expert_replicas(self) -> int:
+        """The number of ranks that share the optimizer's states of the same experts."""
+        return self.state_shards // self.ep if self.state_shards > 1 else 1
+
+    @property
     def batches(self) -> int:
         """The number of ranks with a batch of their own."""
         return self.dp * self.fsdp
@@ -120,6 +150,9 @@ class Ranks:
         parts = [
             f"tensor parallel {self.tp}{sequence}" if self.tp > 1 else "",
             f"pipeline {self.pp}{chunks}" if self.pp > 1 else "",
+            f"expert parallel {self.ep}{f', imbalance {self.imbalance:g}' if self.imbalance > 1 else ''}"
+            if self.ep > 1
+            else "",
             f"context parallel {self.cp} by {self.cp_kind}" if self.cp > 1 else "",
             f"fully sharded over {self.shards}{'' if self.zero != 2 else ', whole from forward to backward'}"
             if self.fully_sharded

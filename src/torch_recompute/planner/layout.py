@@ -190,7 +190,7 @@ class LayoutPlanner:
         step = TrainingStep(part, (), batch, any_loss, device=device, loop=Loop(hold_output=False), ranks=layout.ranks)
         self.planner = Planner(step)
         assert paths_of_layers(self.planner) == layers
-        make = partial(Sharded, replicas=layout.ranks.state_shards, word=optimizer)
+        make = partial(Sharded, ranks=layout.ranks, word=optimizer)
         self.pipeline, self._optimizer = PipelinePlanner(self.planner, pipeline, make, megatron=True), optimizer
 
     def plans(self, budget: Budget) -> list[RankPlan]:
@@ -262,9 +262,9 @@ class Sharded(torch.optim.Optimizer):
     parameter, divided by the replicas. "sgd" has no state, "none" has gradients and no step.
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor], replicas: int, word: str) -> None:
+    def __init__(self, parameters: Iterable[torch.Tensor], ranks: Ranks, word: str) -> None:
         super().__init__(parameters, {})
-        self._replicas = replicas
+        self._ranks = ranks
         self._word = word
         for parameter in self._parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -284,7 +284,9 @@ class Sharded(torch.optim.Optimizer):
         for parameter in self._parameters():
             grad = parameter.grad
             assert grad is not None
-            share = -(-parameter.numel() // self._replicas)
+            of_experts = not getattr(parameter, "allreduce", True)
+            replicas = self._ranks.expert_replicas if of_experts else self._ranks.state_shards
+            share = -(-parameter.numel() // replicas)
             own, gradient = parameter.view(-1)[:share], grad.view(-1)[:share]
             if self._word == "sgd":
                 own.add_(gradient, alpha=-1e-3)

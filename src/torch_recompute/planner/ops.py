@@ -65,15 +65,16 @@ class Op:
         """The bytes that each rank of a group sends for a collective of `_c10d_functional`; None for other operations.
 
         In a ring a gathering or a scattering of so many bytes sends all but a rank's own share of them, and an
-        all-reduce is one of each. The group's name ends with its size, as in "tensor-4"; one whose name does not is
-        taken to be large.
+        all-reduce is one of each; an all-to-all of uneven parts takes as long as the longer side. The group's name ends
+        with its size, as in "tensor-4"; one whose name does not is taken to be large.
         """
         name = self.func.name().partition("::")
         kind = _RINGS.get(name[2].partition(".")[0]) if name[0] == "_c10d_functional" else None
         if kind is None:
             return None
         times, side = kind
-        moved = max((meta.bytes for meta in metas(self.args if side == "in" else self.results)), default=0)
+        ends = {"in": self.args, "out": self.results, "either": (self.args, self.results)}
+        moved = max((meta.bytes for meta in metas(ends[side])), default=0)
         size = str(self.args[-1]).rpartition("-")[2]
         return times * (moved - moved // int(size) if size.isdigit() else moved)
 
@@ -83,7 +84,7 @@ _RINGS = {
     "reduce_scatter_tensor": (1, "in"),
     "all_reduce": (2, "in"),
     "all_reduce_": (2, "in"),
-    "all_to_all_single": (1, "in"),
+    "all_to_all_single": (1, "either"),
 }
 
 

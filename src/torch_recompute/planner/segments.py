@@ -37,6 +37,7 @@ from ..plan.roles import Units, inside
 from ..plan.units import find_units
 from ..simulation.context_parallel import share_context
 from ..simulation.copies import Faker
+from ..simulation.experts import share_experts
 from ..simulation.fake_mode import FakeMode
 from ..simulation.fully_sharded import computing
 from ..training_step import TrainingStep
@@ -92,6 +93,7 @@ class _Capture:
         self._captured = CapturedCall(FakeMode(fakes, lambda: "", self._target), routers)
         with self._captured.pretend:
             share_context(self._copy, step.ranks)
+            share_experts(self._copy, step.ranks)
             computing(self._copy, step.ranks)
         self._seen: list[tuple[str, SegmentCall, list[Op], bool]] = []
         self._running: list[list[Op]] = []  # the operations of the calls that have not ended

@@ -101,10 +101,10 @@ def of_one_rank(model: nn.Module, ranks: Ranks) -> nn.Module:
         )
     if ranks.state_shards > 1 and not ranks.fully_sharded:
         raise errors.ArgumentError(
-            f"make_plan was given Ranks(dp={ranks.dp}), whose ranks share the optimizer's states alone (ZeRO-1), as "
-            "Megatron's optimizer does, which is not the one of the call.\n"
-            f"  Write Ranks(dp={ranks.dp}, zero=0) for replicas that share nothing, or Ranks(fsdp={ranks.dp}); with "
-            "Megatron's optimizer it is torch-recompute plan --dp."
+            f"make_plan was given Ranks of which {ranks.state_shards} share the optimizer's states alone (ZeRO-1), as "
+            "with Megatron's optimizer, which is not the one of the call.\n"
+            "  Write Ranks(..., zero=0) for ranks that share nothing, or zero=3 for those of FSDP2. With Megatron's "
+            "optimizer it is torch-recompute plan --dp."
         )
     return rank_model(model, type(model).__name__, ranks.tp, ranks.sequence_parallel)[0] if ranks.tp > 1 else model
 

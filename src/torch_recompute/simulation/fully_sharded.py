@@ -38,7 +38,8 @@ FORWARD, BACKWARD, REDUCED = "forward", "backward", "reduced"
 _collectives = functional()
 
 
-def _dtype(word: str) -> torch.dtype | None:
+def dtype_of(word: str) -> torch.dtype | None:
+    """The type that a field of `Ranks` names; None for none."""
     if not word:
         return None
     found = getattr(torch, word, None)
@@ -52,7 +53,7 @@ def _dtype(word: str) -> torch.dtype | None:
 
 def computing(model: nn.Module, ranks: Ranks) -> None:
     """Gives a fake model the types that it computes in on these ranks: whole weights, as they are when gathered."""
-    dtype = _dtype(ranks.param_dtype)
+    dtype = dtype_of(ranks.param_dtype)
     if dtype is None:
         return
     made: dict[int, nn.Parameter] = {}
@@ -277,7 +278,7 @@ class _Fsdp:
 
     def __init__(self, model: nn.Module, ranks: Ranks, modules: ModuleStack) -> None:
         self.ranks, self.replicas, self._modules = ranks.shards, ranks.replicas, modules
-        self.dtype, self.reduce_dtype = _dtype(ranks.param_dtype), _dtype(ranks.reduce_dtype)
+        self.dtype, self.reduce_dtype = dtype_of(ranks.param_dtype), dtype_of(ranks.reduce_dtype)
         self.order: list[_Unit] = []  # in which their forwards ended
         self.overlapped: torch.Tensor | None = None  # the buffer of the unit that runs forward
         self.reducing: torch.Tensor | None = None  # the buffer of the last unit that was reduced

@@ -40,6 +40,7 @@ from ..plan.plan import Plan
 from ..training_step import MakeOptimizer, TrainingStep, loss_in
 from .context_parallel import share_context
 from .copies import Faker
+from .experts import share_experts
 from .fake_mode import FakeMode
 from .fully_sharded import shard
 from .recording import Recording, Unknown, Watch, uncounted
@@ -238,6 +239,7 @@ class _SimulatedStep:
         self._pretend = FakeMode(fakes, lambda: modules.now()[1], step.where.target)
         with self._pretend:
             share_context(self._model, step.ranks)
+            share_experts(self._model, step.ranks)
             shard(self._model, step.ranks, modules)
         if step.optimizer is not None and not instance:
             self._optimizer = self._made(step.optimizer)
