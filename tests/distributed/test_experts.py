@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
 from distributed.ranks import Ranks as Processes
@@ -23,6 +26,13 @@ PLANS = {"plain": Plan(), "regions": Plan(tuple(Choice((f"{i}",)) for i in range
 SKEWED = 1.5
 
 
+GROUP: list[Any] = []  # the group that shares experts, if it is not that of all ranks
+
+
+def group() -> Any:
+    return GROUP[-1] if GROUP else dist.group.WORLD
+
+
 def skewed(count: int) -> list[int]:
     """Of the first rank's rows, how many go to each of two ranks: all ranks send the first one half as many more."""
     return [int(count * SKEWED) // 2, count - int(count * SKEWED) // 2]
@@ -34,7 +44,7 @@ class AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, to: list[int], of: list[int]) -> torch.Tensor:
         ctx.splits = to, of
-        return functional.wait_tensor(functional.all_to_all_single(x, of, to, dist.group.WORLD))
+        return functional.wait_tensor(functional.all_to_all_single(x, of, to, group()))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -66,8 +76,8 @@ class Shared(Experts):
     """The experts of one rank."""
 
     def __init__(self, skew: bool) -> None:
-        super().__init__(EXPERTS // dist.get_world_size())
-        size, rank, rows = dist.get_world_size(), dist.get_rank(), TOKENS * CHOSEN
+        size, rank, rows = dist.get_world_size(group()), dist.get_rank(group()), TOKENS * CHOSEN
+        super().__init__(EXPERTS // size)
         self.to = skewed(rows) if skew else [rows // size] * size
         self.of = [self.to[rank]] * size
 
@@ -139,4 +149,47 @@ def peaks(skew: bool) -> dict[str, list[int]]:
 def test_the_peak_of_a_rank_that_shares_experts(ranks: Processes, count: int, skew: bool) -> None:
     """The rank whose experts are asked the most has the measured peak that is predicted, to the byte."""
     found, *_ = Processes(ranks._pool, count).run(peaks, skew)
+    assert {name: peak for name, (peak, _) in found.items()} == {name: peak for name, (_, peak) in found.items()}
+
+
+SHARDED = Ranks(fsdp=4, ep=2, param_dtype="bfloat16", reduce_dtype="float32")
+
+
+def sharded_peaks(ep: int) -> dict[str, list[int]]:
+    """The peaks of layers that FSDP2 shards over all ranks, and of their experts over those that have the same ones."""
+    mesh = init_device_mesh("cpu", (4 // ep, ep), mesh_dim_names=("same", "share"))
+    GROUP.append(mesh["share"].get_group())
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    x, found = torch.randn(1, TOKENS, WIDTH), dict[str, list[int]]()
+
+    def measured_once(plan: Plan) -> int:
+        model = nn.Sequential(*(Layer(Shared(False)) for _ in range(DEPTH)))
+        for layer in model:
+            fully_shard(layer.mlp.experts, mesh=mesh["same"], mp_policy=policy)
+            fully_shard(layer, mesh=init_device_mesh("cpu", (4,)), mp_policy=policy)
+        fully_shard(model, mesh=init_device_mesh("cpu", (4,)), mp_policy=policy)
+        apply(model, plan)
+        optimizer = torch.optim.SGD(model.parameters())
+        with measure(model, optimizer).track(x) as memory:
+            for _ in range(2):
+                loss_of(model(x).float()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        dist.barrier()
+        return memory.peak_bytes
+
+    for name, plan in PLANS.items():
+        model = nn.Sequential(*(Layer(Experts(EXPERTS)) for _ in range(DEPTH)))
+        loop, ranks = Loop(hold_output=False), replace(SHARDED, ep=ep)
+        step = TrainingStep(model, (x,), {}, lambda y: loss_of(y.float()), torch.optim.SGD, loop=loop, ranks=ranks)
+        predicted = simulate_step(step, prepare=partial(apply, plan=plan)).peak_bytes
+        found[name] = [min(measured_once(plan) for _ in range(3)), predicted]
+    GROUP.clear()
+    return found
+
+
+@pytest.mark.parametrize("ep", [2, 4])
+def test_the_peak_of_experts_that_are_sharded_too(ranks: Processes, ep: int) -> None:
+    """Experts are sharded over the ranks that have the same ones, all else over all ranks; the peak is predicted."""
+    found, *_ = Processes(ranks._pool, 4).run(sharded_peaks, ep)
     assert {name: peak for name, (peak, _) in found.items()} == {name: peak for name, (_, peak) in found.items()}

@@ -81,8 +81,8 @@ class Ranks:
         sharing = self.batches * self.cp
         if sharing % self.ep:
             raise errors.ArgumentError(
-                f"--ep is {self.ep}, and experts are shared by ranks of --dp, --fsdp and --cp, which are {sharing}: "
-                f"{self.ep} do not divide these. Write --ep {those_that_fit(range(1, sharing + 1), sharing)}."
+                f"--ep is {self.ep}, and experts are shared by ranks of --dp, --fsdp and --cp, which are {sharing}; "
+                f"{self.ep} does not divide that. Write --ep {those_that_fit(range(1, sharing + 1), sharing)}."
             )
         if self.etp not in (None, self.tp):
             raise errors.ArgumentError(

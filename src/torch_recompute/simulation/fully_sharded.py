@@ -12,8 +12,9 @@ model does what `torch.distributed.fsdp.fully_shard` does, in its order, with co
     after it           weights are freed; gradients are copied into one buffer in the reduction's type, which stays
                        until the next unit reduces, and this rank's share becomes the gradient of its shards
 
-A unit is a layer, and what is left is the root's, as PyTorch's tutorial wraps a model. The root's weights are whole
-from its forward to the end of backward, and its gradients, whose modules are the first and the last, as long.
+A unit is a layer, and what is left is the root's, as PyTorch's tutorial wraps a model; the experts of a layer that an
+expert-parallel group shares are a unit of their own, over the ranks that have the same ones. The root's weights are
+whole from its forward to the end of backward, and its gradients, whose modules are the first and the last, as long.
 
 Rejected: `fully_shard` itself on fake tensors. It needs a process group for the whole process, and its weights are
 DTensors, which no copy of a model can hold beside the group of a user's own run. A test compares both to the byte.
@@ -21,7 +22,6 @@ DTensors, which no copy of a model can hold beside the group of a user's own run
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -32,6 +32,7 @@ from .._torch.ranks import copy_all, functional, into_chunks
 from ..memory.operations import ModuleStack
 from ..plan.ranks import Ranks
 from ..plan.units import find_units
+from .experts import expert_paths
 from .recording import SHARDING
 
 FORWARD, BACKWARD, REDUCED = "forward", "backward", "reduced"
@@ -127,23 +128,33 @@ class _Weight:
         self._flat.untyped_storage().resize_(0)
 
 
+class FullyShardedModule:
+    """A base of the classes of modules that are sharded, as FSDP2 makes one: a replay leaves their weights to them."""
+
+
 class _Unit:
     """Weights that are gathered and reduced together."""
 
-    def __init__(self, of: _Fsdp, module: nn.Module, weights: list[_Weight], stays: bool) -> None:
-        self._of, self._weights, self._stays = of, weights, stays
+    def __init__(self, of: _Fsdp, module: nn.Module, weights: list[_Weight], ranks: int, stays: bool) -> None:
+        self._of, self._weights, self._ranks, self._stays = of, weights, ranks, stays
+        self._group = f"shard-{ranks}"
         self._state = ""
         self._gathered: torch.Tensor | None = None
         self._whole = False
         self._calls: list[int] = []
         self._reduced: torch.Tensor | None = None
+        kind = type(module)
+        module.__class__ = type(f"FSDP{kind.__name__}", (FullyShardedModule, kind), {})
         module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(self._after_forward)
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        self._state = FORWARD
         args, kwargs = _cast((args, kwargs), self._of.dtype) if self._of.dtype else (args, kwargs)
         self.gather()
+        if self._state == BACKWARD:  # a replay within a unit around this one
+            self._copy_out(overlaps=False)
+            return args, kwargs
+        self._state = FORWARD
         self._copy_out(overlaps=True)
         leaves, spec = _torch.tree_flatten((args, kwargs))
         places = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad]
@@ -155,11 +166,14 @@ class _Unit:
         return args, kwargs
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self._stays:
-            self._free()
-        self._calls.append(len(self._of.order))
-        self._of.order.append(self)
+        if self._state == BACKWARD:
+            return
         self._state = ""
+        if not _torch.in_backward():  # nor a replay
+            if not self._stays:
+                self._free()
+            self._calls.append(len(self._of.order))
+            self._of.order.append(self)
         for x in _torch.tree_leaves(output):
             if isinstance(x, torch.Tensor) and x.requires_grad:
                 x.register_hook(self._before_backward)
@@ -185,12 +199,15 @@ class _Unit:
         sizes = [shard.numel() for shard in shards]
         dtype = of.dtype or shards[0].dtype
         with of.booking(), torch.no_grad():
+            if self._ranks == 1:
+                self._gathered = shards[0].new_empty(0, dtype=dtype)
+                return
             if dtype == shards[0].dtype:  # they are copied into the buffer, which takes nothing more
                 own = shards[0].as_strided((sum(sizes),), (0,))
             else:
                 own = shards[0].new_empty(sum(sizes), dtype=dtype)
                 copy_all(own.split(sizes), shards)
-            self._gathered = _collectives.all_gather_into_tensor(own, of.ranks, f"shard-{of.ranks}")
+            self._gathered = _collectives.all_gather_into_tensor(own, self._ranks, self._group)
 
     def _copy_out(self, *, overlaps: bool) -> None:
         if self._gathered is None:
@@ -200,8 +217,11 @@ class _Unit:
             of.overlapped = None
         sizes = [weight.shard.numel() for weight in self._weights]
         with of.booking(), torch.no_grad():
-            rows = [weight.allocate(of.ranks, gathered.dtype) for weight in self._weights]
-            torch.split_with_sizes_copy(gathered.view(of.ranks, -1), sizes, 1, out=rows)
+            rows = [weight.allocate(self._ranks, gathered.dtype) for weight in self._weights]
+            if self._ranks == 1:
+                copy_all(rows, [weight.shard.detach().view(1, -1) for weight in self._weights])
+            else:
+                torch.split_with_sizes_copy(gathered.view(self._ranks, -1), sizes, 1, out=rows)
         for weight in self._weights:
             weight.put(cast("nn.Parameter", weight.whole))
         self._whole = True
@@ -235,10 +255,13 @@ class _Unit:
     def _reduce(self, weights: list[_Weight], grads: list[torch.Tensor]) -> None:
         of = self._of
         sizes = [weight.shard.numel() for weight in weights]
-        given = grads[0].new_empty(sum(sizes) * of.ranks, dtype=of.reduce_dtype or grads[0].dtype)
-        into_chunks(grads, given.view(of.ranks, -1))
+        given = grads[0].new_empty(sum(sizes) * self._ranks, dtype=of.reduce_dtype or grads[0].dtype)
+        into_chunks(grads, given.view(self._ranks, -1))
         grads.clear()
-        own = _collectives.reduce_scatter_tensor(given, "avg", of.ranks, f"shard-{of.ranks}")
+        if self._ranks == 1:
+            own = given.clone()
+        else:
+            own = _collectives.reduce_scatter_tensor(given, "avg", self._ranks, self._group)
         if of.replicas > 1:
             _collectives.all_reduce_(own, "avg", f"replica-{of.replicas}")
             self._reduced = own
@@ -277,29 +300,31 @@ class _Fsdp:
     """The units of a model, in the order of their modules with the root last, and what they hold together."""
 
     def __init__(self, model: nn.Module, ranks: Ranks, modules: ModuleStack) -> None:
-        self.ranks, self.replicas, self._modules = ranks.shards, ranks.replicas, modules
+        self.replicas, self._modules = ranks.replicas, modules
         self.dtype, self.reduce_dtype = dtype_of(ranks.param_dtype), dtype_of(ranks.reduce_dtype)
         self.order: list[_Unit] = []  # in which their forwards ended
         self.overlapped: torch.Tensor | None = None  # the buffer of the unit that runs forward
         self.reducing: torch.Tensor | None = None  # the buffer of the last unit that was reduced
         self._ends = False
         self.units: list[_Unit] = []
-        paths = [unit.path for unit in find_units(model).layers]
-        for path in [*paths, ""]:
-            module = model.get_submodule(path)
-            weights = self._weights(model, module, paths if not path else [])
-            self.units.append(_Unit(self, module, weights, stays=not path or ranks.zero == 2))
+        experts = expert_paths(model) if ranks.ep > 1 else []
+        paths = [*experts, *(unit.path for unit in find_units(model).layers), ""]
+        taken: set[int] = set()
+        for path in paths:
+            module, count = model.get_submodule(path), ranks.shards // (ranks.ep if path in experts else 1)
+            weights = self._weights(module, taken, count)
+            self.units.append(_Unit(self, module, weights, count, stays=not path or ranks.zero == 2))
 
-    def _weights(self, model: nn.Module, module: nn.Module, others: Sequence[str]) -> list[_Weight]:
-        """Shards the weights of a unit, which are all of its module's that no other unit has."""
-        inside = {id(part) for path in others for part in model.get_submodule(path).modules()}
+    def _weights(self, module: nn.Module, taken: set[int], ranks: int) -> list[_Weight]:
+        """Shards the weights of a unit, which are all of its module's that no unit before it has `taken`."""
         places: dict[int, list[tuple[nn.Module, str]]] = {}
         weights: dict[int, nn.Parameter] = {}
         for part in module.modules():
-            for name, weight in part.named_parameters(recurse=False) if id(part) not in inside else ():
+            for name, weight in part.named_parameters(recurse=False) if id(part) not in taken else ():
                 places.setdefault(id(weight), []).append((part, name))
                 weights[id(weight)] = weight
-        return [_Weight(places[key], weight, self.ranks) for key, weight in weights.items()]
+        taken.update(id(part) for part in module.modules())
+        return [_Weight(places[key], weight, ranks) for key, weight in weights.items()]
 
     def booking(self) -> Any:
         """A context whose memory is FSDP's."""
