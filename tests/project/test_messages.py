@@ -905,6 +905,7 @@ class OverFull:
             parameters=1,
             **sizes,
             held=(1,),
+            sent=(),
             activation_bytes=(1 + rank) * GIB,
             plain_peak_bytes=6 * GIB,
             link_bytes=0,

@@ -22,9 +22,10 @@ from .._text import explained, table
 from ..memory.budget import enough, more_advice, read_budget, too_small
 from ..plan.plan import Plan
 from ..plan.ranks import KINDS_OF_CP, Ranks
-from ..planner.layout import Layout, LayoutPlanner, RankPlan, no_pipeline, step_seconds
+from ..planner.layout import Layout, LayoutPlanner, RankPlan, no_pipeline, plan_of_shard, step_seconds
 from ..planner.planner import Planner
 from ..planner.profile import Profile
+from ..planner.sent import Sent
 from ..training_step import OPTIMIZERS, optimizer_of
 from . import models
 from . import output as out
@@ -47,7 +48,7 @@ CURVE_WORDS = {
 RANK_OPTIMIZERS = ("adamw", "sgd", "none")
 LEAN_OPTIMIZERS = ("adamw-fused", "adafactor", "sgd")  # optimizers that may take less memory than another
 TITLES = (
-    *("rank", "in flight", "weights", "grads", "optimizer", "activations", "peak", "plain peak"),
+    *("rank", "in flight", "weights", "grads", "optimizer", "activations", "buffers", "peak", "plain peak"),
     *("microbatch ms", "replays ms", "gap", "links ms"),
 )
 
@@ -109,7 +110,7 @@ def command(args: argparse.Namespace) -> int:
         _draw(output.plot, profile, plans, str(step))
     output.give(
         lambda: _to_json(step, profile, plans, frontier=args.frontier),
-        lambda console: _print(console, step, profile, plans, frontier=args.frontier, explain=args.explain),
+        lambda console: _print_step(console, args, planner, plans),
     )
     return OK
 
@@ -150,6 +151,16 @@ def _to_json(step: AskedStep, profile: Profile, plans: Sequence[Plan], *, fronti
         **({"frontier": data} if frontier else {"plan": data[0]}),
     }
     return out.document("plan", SCHEMA_VERSION, found)
+
+
+def _print_step(console: Console, args: argparse.Namespace, planner: Planner, plans: Sequence[Plan]) -> None:
+    """Prints the plan or the curve of a step; of one that ranks share, also what this rank holds and sends."""
+    step: Any = planner.step
+    _print(console, step, planner.profile, plans, frontier=args.frontier, explain=args.explain)
+    if step.ranks != Ranks():
+        if not args.frontier:
+            _print_rows(console, [plan_of_shard(planner, plans[0])])
+        _print_sent(console, planner.sent)
 
 
 def _print(
@@ -333,9 +344,7 @@ def _print_ranks(console: Console, head: str, layout: Layout, plans: Sequence[Ra
     """Prints the ranks, their plans, and the step."""
     console.print(head, style="bold")
     console.print(str(layout))
-    unit, name = errors.unit_of(max(plan.plain_peak_bytes for plan in plans))
-    for line in table([TITLES, *(_rank_row(plan, unit) for plan in plans)]):
-        console.print(line)
+    name = _print_rows(console, plans)
     for plan in plans:
         console.print(f"rank {plan.rank}: layers {_ranges(plan.layers)}", style="bold")
         for line in plan.plan.prediction.lines if plan.plan.prediction is not None else ():
@@ -343,6 +352,7 @@ def _print_ranks(console: Console, head: str, layout: Layout, plans: Sequence[Ra
                 f"  {line.count} x keeps {errors.size(line.saved_bytes)}, frees {errors.size(line.freed_bytes)}, "
                 f"costs {1000 * line.seconds:,.3f} ms  {line.where}: {line.what}",
             )
+        _print_sent(console, plan.sent)
     step, plain = step_seconds(layout, plans), step_seconds(layout, plans, plain=True)
     console.print(
         f"step {1000 * step:,.1f} ms, {step / plain - 1:+.1%} for replays: {layout.microbatches} microbatches of the "
@@ -352,14 +362,28 @@ def _print_ranks(console: Console, head: str, layout: Layout, plans: Sequence[Ra
     console.print(
         f"Sizes in {name}. In flight: microbatches of a chunk at the peak, over all chunks. Gap: no schedule of "
         "keeping and recomputing saves more of the rank's time. Links: collectives inside a layer, counted in a "
-        "microbatch. Not counted: what is sent between stages and between replicas. Replicas share the optimizer's "
-        "state, as Megatron's distributed optimizer does; gradients are in buffers of the weights' type.",
+        "microbatch. Replicas share the optimizer's state, as Megatron's distributed optimizer does; gradients are in "
+        f"buffers of {layout.ranks.reduce_dtype or 'the type of weights'}.",
         style="dim",
     )
 
 
+def _print_rows(console: Console, plans: Sequence[RankPlan]) -> str:
+    """Prints a row for each rank; returns the unit of its sizes."""
+    unit, name = errors.unit_of(max(plan.plain_peak_bytes for plan in plans))
+    for line in table([TITLES, *(_rank_row(plan, unit) for plan in plans)]):
+        console.print(line)
+    return name
+
+
+def _print_sent(console: Console, sent: Sequence[Sent]) -> None:
+    """Prints what a rank sends in a step, for which purpose and over which link."""
+    if sent:
+        console.print(f"  sent in a step: {'; '.join(map(str, sent))}")
+
+
 def _rank_row(plan: RankPlan, unit: int) -> tuple[str, ...]:
-    sizes = (plan.weight_bytes, plan.gradient_bytes, plan.optimizer_bytes, plan.activation_bytes)
+    sizes = (plan.weight_bytes, plan.gradient_bytes, plan.optimizer_bytes, plan.activation_bytes, plan.buffer_bytes)
     seconds = (plan.microbatch_seconds, plan.replay_seconds)
     return (
         str(plan.rank),

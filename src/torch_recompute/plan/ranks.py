@@ -124,10 +124,19 @@ class Ranks:
         """The number of ranks that share the optimizer's states."""
         return self.shards if self.fully_sharded else 1 if self.zero == 0 else self.dp * self.cp
 
-    @property
-    def expert_replicas(self) -> int:
-        """The number of ranks that share the optimizer's states of the same experts."""
-        return self.state_shards // self.ep if self.state_shards > 1 else 1
+    def copies_of(self, weight: object) -> int:
+        """The number of ranks with the same weight, where weights are whole: fewer of an expert's that is shared."""
+        of_experts = not getattr(weight, "allreduce", True)
+        return self.batches * self.cp // (self.ep if of_experts else 1)
+
+    def group(self, word: str, size: int) -> str:
+        """The name of a group of ranks for collectives: what it is for, in how many ranks in a row it lies, its size.
+
+        Ranks are numbered as Megatron and torchtitan do it: those of `tp` are next to each other, then those of `cp`,
+        of experts and shards, of replicas, of the pipeline.
+        """
+        spans = {"context": self.cp, "experts": self.ep, "shard": self.shards, "replica": self.shards * self.replicas}
+        return f"{word}-{self.tp * spans[word]}-{size}"
 
     @property
     def batches(self) -> int:
@@ -166,3 +175,8 @@ def those_that_fit(numbers: Iterable[int], *sizes: int) -> str:
     """Lists the numbers of ranks that divide all sizes, in words."""
     fitting = [str(number) for number in numbers if all(size % number == 0 for size in sizes)]
     return ", ".join(fitting if len(fitting) < 6 else [*fitting[:3], "...", fitting[-1]])
+
+
+def size_of(group: str) -> int:
+    """The number of ranks in a group that `Ranks.group` has named."""
+    return int(group.rpartition("-")[2])

@@ -6,10 +6,10 @@ part of every layer. The ranks of such a group and the replicas do the same, so 
 pipeline. The pipeline planner (`pipeline.py`) makes it: the model is a rank's slice of the whole
 (`tensor_parallel.py`), its stages are run by Megatron's runtime, and the optimizer is Megatron's as far as memory goes.
 
-Seconds are those of operations on one rank: a microbatch's forward and backward with the collectives of its
-tensor-parallel group, and the optimizer's step. From them follows a step of 1F1B, where a rank waits for the others
-while the pipeline fills and drains: (microbatches + (ranks - 1) / chunks) times the slowest rank's microbatch. What is
-sent between stages and between replicas is not counted; it overlaps, or does not depend on a plan.
+Seconds are those of operations on one rank: a microbatch's forward and backward with the collectives within its layers,
+and the optimizer's step. From them follows a step of 1F1B, where a rank waits for the others while the pipeline fills
+and drains: (microbatches + (ranks - 1) / chunks) times the slowest rank's microbatch. What is sent between stages is
+waited for, except in interleaved 1F1B, and so is what replicas send before and after the optimizer's step (`sent.py`).
 """
 
 from __future__ import annotations
@@ -28,13 +28,17 @@ from .. import errors
 from ..memory.loop import Loop
 from ..plan.plan import Plan
 from ..plan.ranks import Ranks
+from ..simulation.recording import SHARDING
 from ..training_step import TrainingStep, any_loss
 from .pipeline import Budget, PipelinePlanner, RankPlanner, paths_of_layers
 from .planner import Planner
 from .schedules import Pipeline, one_f_one_b, orders_named
+from .sent import Sent, between, sent
 from .tensor_parallel import check_divides, rank_model
 
 MOMENTS = ("mean", "square")
+STATES = {"weight": "parameters", "gradient": "gradients", "optimizer": "optimizer"}
+STAGES, GRADIENTS, WEIGHTS = "between stages", "gradients of replicas", "weights of replicas"
 
 
 @dataclass(frozen=True)
@@ -114,25 +118,36 @@ class RankPlan:
     optimizer_seconds: float  # of the optimizer's step
     link_bytes: int  # sent to its tensor-parallel group in one microbatch without recomputation
     link_seconds: float  # what that takes; counted in `microbatch_seconds`
+    sent: tuple[Sent, ...]  # in a step without recomputation
     plan: Plan  # in the paths of the whole model
+    buffer_bytes: int = 0  # at the peak, of gathered weights and of reductions
+
+    def waited(self, *words: str) -> float:
+        """Seconds of a step in which it waits for what it sends for some purposes."""
+        return sum(one.seconds - one.hidden for one in self.sent if one.what in words)
 
     @property
     def peak_bytes(self) -> int:
         """The most bytes alive at any time."""
-        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes
+        states = self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
+        return states + self.activation_bytes + self.buffer_bytes
 
     def as_data(self) -> dict[str, Any]:
         """The figures as plain data."""
-        data = {**vars(self), "peak_bytes": self.peak_bytes}
+        data = {**vars(self), "peak_bytes": self.peak_bytes, "sent": [one.as_data() for one in self.sent]}
         del data["plan"]
         return data
 
 
 def step_seconds(layout: Layout, plans: Sequence[RankPlan], *, plain: bool = False) -> float:
     """Seconds of a step of the pipeline; see the module's docstring."""
-    each = [plan.microbatch_seconds + (0.0 if plain else plan.replay_seconds) for plan in plans]
+    each = [
+        plan.microbatch_seconds + (0.0 if plain else plan.replay_seconds) + plan.waited(STAGES) / layout.microbatches
+        for plan in plans
+    ]
     waits = (layout.ranks.pp - 1) / layout.ranks.vpp
-    return (layout.microbatches + waits) * max(each) + max(plan.optimizer_seconds for plan in plans)
+    ends = max(plan.optimizer_seconds + plan.waited(GRADIENTS, WEIGHTS) for plan in plans)
+    return (layout.microbatches + waits) * max(each) + ends
 
 
 def one_rank(
@@ -164,6 +179,31 @@ def one_rank(
     ids = torch.ones(mbs, tokens, dtype=torch.long)
     batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(tokens)[None], "use_cache": False}
     return part, layers, batch
+
+
+def plan_of_shard(planner: Planner, plan: Plan) -> RankPlan:
+    """A plan that a planner has made for a rank that shares weights by FSDP2, with what is alive at its peak."""
+    found, promise = planner.simulated(plan), plan.prediction
+    assert promise is not None
+    sizes, buffers = found.by_category, found.activations_by_use.get(SHARDING, 0)
+    states = {f"{name}_bytes": sizes[word] for name, word in STATES.items()}
+    return RankPlan(
+        rank=0,
+        layers=(tuple(range(len(planner.paths))),),
+        parameters=sum(weight.numel() for weight in planner.step.model.parameters()),
+        **states,
+        held=(1,),
+        activation_bytes=found.peak_bytes - sum(states.values()) - buffers,
+        plain_peak_bytes=promise.plain_peak_bytes,
+        microbatch_seconds=(promise.plain_step_seconds - planner.optimizer_seconds) / planner.step.loop.accumulate,
+        replay_seconds=(promise.step_seconds - promise.plain_step_seconds) / planner.step.loop.accumulate,
+        optimizer_seconds=planner.optimizer_seconds,
+        link_bytes=sum(one.bytes for one in planner.sent) // planner.step.loop.accumulate,
+        link_seconds=sum(one.seconds - one.hidden for one in planner.sent) / planner.step.loop.accumulate,
+        sent=planner.sent,
+        plan=plan,
+        buffer_bytes=buffers,
+    )
 
 
 class LayoutPlanner:
@@ -249,8 +289,32 @@ class LayoutPlanner:
             optimizer_seconds=updating,
             link_bytes=sum(sent * count for sent, _, count in links),
             link_seconds=sum(seconds for _, seconds, _ in links),
+            sent=self._sent(rank),
             plan=dataclasses.replace(plan, prediction=promise, source=words),
         )
+
+    def _sent(self, rank: RankPlanner) -> tuple[Sent, ...]:
+        """What a rank sends in a step: by its operations, between stages, and for the states that replicas share."""
+        layout, runner, price = self.layout, self.pipeline.runner, self.planner.price
+        ranks, bounds, count = layout.ranks, self.pipeline.pipeline.bounds, layout.microbatches
+        found = [*sent(rank.ran[0], price, {}, count)]
+        starts = [bounds[stage][0] for stage in rank.stages] + [bounds[stage][1] for stage in rank.stages]
+        crossed = [runner.bytes_of(runner.layers[start].inputs) for start in starts if 0 < start < len(runner.layers)]
+        if crossed:  # by an output, or by the gradient of an input
+            overlaps = ranks.vpp > 1
+            found.append(between(count * sum(crossed), ranks.world // ranks.pp + 1, price, STAGES, overlaps=overlaps))
+        weights = [runner.model.get_parameter(name) for name in rank.parameters]
+        own: dict[str, int] = dict.fromkeys((GRADIENTS, WEIGHTS), 0)
+        for weight in weights:
+            replicas = ranks.copies_of(weight)
+            size = weight.numel() * (replicas - 1) // replicas
+            own[GRADIENTS] += size * max(weight.itemsize, 4 if ranks.reduce_dtype == "float32" else 0)
+            own[WEIGHTS] += size * weight.itemsize
+        if ranks.zero == 0:  # gradients are all-reduced, and every rank updates all weights
+            own = {GRADIENTS: 2 * own[GRADIENTS]}
+        span = ranks.tp * ranks.cp * ranks.batches
+        found += [between(nbytes, span, price, word) for word, nbytes in own.items() if nbytes]
+        return tuple(found)
 
 
 class Sharded(torch.optim.Optimizer):
@@ -284,9 +348,7 @@ class Sharded(torch.optim.Optimizer):
         for parameter in self._parameters():
             grad = parameter.grad
             assert grad is not None
-            of_experts = not getattr(parameter, "allreduce", True)
-            replicas = self._ranks.expert_replicas if of_experts else self._ranks.state_shards
-            share = -(-parameter.numel() // replicas)
+            share = -(-parameter.numel() // (1 if self._ranks.zero == 0 else self._ranks.copies_of(parameter)))
             own, gradient = parameter.view(-1)[:share], grad.view(-1)[:share]
             if self._word == "sgd":
                 own.add_(gradient, alpha=-1e-3)

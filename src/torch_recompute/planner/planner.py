@@ -45,6 +45,7 @@ from .ops import Op, op_of
 from .prices import Measured, Overhead, prices_for
 from .profile import Profile
 from .segments import CapturedCall, capture, group, regions, spans
+from .sent import Sent, overlapped, sent
 from .solve import choices_of, choose, decides, frontier, planned, smallest, untied
 from .trials import SegmentCall, Tried, attempt
 
@@ -66,6 +67,7 @@ class Planner:
         costs: Taken from that step.
         paths: The segments, in the order of their calls.
         price: Gives the seconds of an operation.
+        optimizer_seconds: Those of the optimizer's step.
         known: Kept for the next planner of the same step.
     """
 
@@ -89,7 +91,8 @@ class Planner:
         plain = tuple(self._ways[kind].options[0] for kind in self._kinds)
         # Costs that are taken too high may not see that it fits.
         self._without = Solution(plain, self.plain.peak_bytes, 0.0, "no regions are needed")
-        self._optimizer_seconds, seconds = self._step_seconds()
+        self._hidden: dict[str, float] = {}
+        self.optimizer_seconds, seconds = self._step_seconds()
         self.costs = self._calibrated(self.plain, plain, seconds, None)
         self._timing = ""
         if isinstance(self.price, Measured):
@@ -108,7 +111,17 @@ class Planner:
         prices = [(phase, self.price(op) * count) for (phase, op), count in self.known.ran.items()]
         optimizer = sum(seconds for phase, seconds in prices if phase == "optimizer")
         once = sum(seconds for _, seconds in prices) - optimizer
+        if self.known.order:
+            once, self._hidden = overlapped(self.known.order, self.price)
         return optimizer, self.step.loop.accumulate * once + optimizer
+
+    @property
+    def sent(self) -> tuple[Sent, ...]:
+        """What the rank sends in a step without recomputation."""
+        ran: Counter[Op] = Counter()
+        for (_, op), count in self.known.ran.items():
+            ran[op] += count
+        return sent(ran, self.price, self._hidden, self.step.loop.accumulate)
 
     @cached_property
     def _captured(self) -> CapturedCall:
@@ -271,7 +284,7 @@ class Planner:
             times = self._loop.accumulate
             regions = run(plan).times(times) if plan.choices else None
             plain = run(Plan()).times(times) if alone else None
-            return Scale.of(regions, plain, solution.seconds, self._optimizer_seconds)
+            return Scale.of(regions, plain, solution.seconds, self.optimizer_seconds)
         except Exception as error:  # whatever a model may raise: it is said in the plan
             return f"one raised {type(error).__name__}"
 
@@ -284,11 +297,14 @@ class Planner:
         if key in self.known.simulations:
             return self.known.simulations[key]
         ran: Counter[tuple[str, Op]] = Counter()
+        order: list[Op] = []
 
         def count(phase: str, operation: Operation) -> None:
             op = op_of(operation)
             if op is not None:
                 ran[phase, op] += 1
+                if phase != "optimizer" and self.step.ranks.fully_sharded:
+                    order.append(op)
 
         stores = {"host": HostApart()} if any(choice.store for choice in plan) else {}
         prepare = partial(apply, plan=plan, stores=stores)
@@ -296,7 +312,8 @@ class Planner:
         watch = None if key else count
         found = simulate_step(self.step, prepare=prepare, watch=watch)
         self.known.simulations[key] = found
-        self.known.ran = self.known.ran if key else ran
+        if not key:
+            self.known.ran, self.known.order = ran, order
         return found
 
     def _calibrated(

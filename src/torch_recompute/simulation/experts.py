@@ -23,7 +23,7 @@ from torch import nn
 
 from .. import errors
 from .._torch.ranks import functional
-from ..plan.ranks import Ranks, those_that_fit
+from ..plan.ranks import Ranks, size_of, those_that_fit
 from ..plan.units import find_units
 
 _collectives = functional()
@@ -52,6 +52,7 @@ def share_experts(model: nn.Module, ranks: Ranks) -> None:
         raise errors.ArgumentError(
             f"--ep is {ranks.ep}, and {type(model).__name__} has no experts: it is no mixture. Leave --ep out."
         )
+    group = ranks.group("experts", ranks.ep)
     for path in paths:
         module = model.get_submodule(path)
         weights = dict(module.named_parameters(recurse=False))
@@ -72,14 +73,14 @@ def share_experts(model: nn.Module, ranks: Ranks) -> None:
             share.allreduce = False  # Megatron's word for a weight whose replicas are those of experts
             setattr(module, name, share)
         if hasattr(module, "num_experts"):
-            module.num_experts = count // ranks.ep
-        forward = partial(_dispatched, module.forward, ranks.ep, ranks.imbalance, count // ranks.ep)
+            module.__dict__["num_experts"] = count // ranks.ep
+        forward = partial(_dispatched, module.forward, group, ranks.imbalance, count // ranks.ep)
         module.__dict__["forward"] = forward
 
 
 def _dispatched(
     forward: Callable[..., Any],
-    size: int,
+    group: str,
     imbalance: float,
     experts: int,
     /,
@@ -91,31 +92,32 @@ def _dispatched(
     tokens, chosen = top_k_index.shape
     rows = torch.arange(tokens * chosen, device=hidden_states.device)
     received = math.ceil(tokens * chosen * imbalance)
-    there = partial(_sent, size=size, rows=received)
+    there = partial(_sent, group=group, rows=received)
     asked = torch.arange(received, device=hidden_states.device)[:, None] % experts
     out = forward(there(hidden_states[rows // chosen]), asked, there(top_k_weights.reshape(-1, 1)))
-    back = _sent(out, size=size, rows=tokens * chosen)
+    back = _sent(out, group=group, rows=tokens * chosen)
     return back[rows].view(tokens, chosen, -1).sum(1)
 
 
-def _sent(x: torch.Tensor, *, size: int, rows: int) -> torch.Tensor:
+def _sent(x: torch.Tensor, *, group: str, rows: int) -> torch.Tensor:
     """What a rank receives, which is so many rows, for the rows that it sends."""
-    return cast("torch.Tensor", _AllToAll.apply(x, size, rows))
+    return cast("torch.Tensor", _AllToAll.apply(x, group, rows))
 
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, size: int, rows: int) -> torch.Tensor:
-        ctx.back = size, x.shape[0]
-        return _exchanged(x, size, rows)
+    def forward(ctx: Any, x: torch.Tensor, group: str, rows: int) -> torch.Tensor:
+        ctx.back = group, x.shape[0]
+        return _exchanged(x, group, rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return _exchanged(grads[0].contiguous(), *ctx.back), None, None
 
 
-def _exchanged(x: torch.Tensor, size: int, rows: int) -> torch.Tensor:
-    return _collectives.all_to_all_single(x, _even(rows, size), _even(x.shape[0], size), f"experts-{size}")
+def _exchanged(x: torch.Tensor, group: str, rows: int) -> torch.Tensor:
+    size = size_of(group)
+    return _collectives.all_to_all_single(x, _even(rows, size), _even(x.shape[0], size), group)
 
 
 def _even(count: int, parts: int) -> list[int]:

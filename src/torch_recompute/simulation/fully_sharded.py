@@ -137,7 +137,7 @@ class _Unit:
 
     def __init__(self, of: _Fsdp, module: nn.Module, weights: list[_Weight], ranks: int, stays: bool) -> None:
         self._of, self._weights, self._ranks, self._stays = of, weights, ranks, stays
-        self._group = f"shard-{ranks}"
+        self._group = of.all_ranks.group("shard", ranks)
         self._state = ""
         self._gathered: torch.Tensor | None = None
         self._whole = False
@@ -263,7 +263,7 @@ class _Unit:
         else:
             own = _collectives.reduce_scatter_tensor(given, "avg", self._ranks, self._group)
         if of.replicas > 1:
-            _collectives.all_reduce_(own, "avg", f"replica-{of.replicas}")
+            _collectives.all_reduce_(own, "avg", of.all_ranks.group("replica", of.replicas))
             self._reduced = own
         own = own.to(weights[0].shard.dtype)
         for weight, share in zip(weights, own.split(sizes), strict=True):
@@ -300,7 +300,7 @@ class _Fsdp:
     """The units of a model, in the order of their modules with the root last, and what they hold together."""
 
     def __init__(self, model: nn.Module, ranks: Ranks, modules: ModuleStack) -> None:
-        self.replicas, self._modules = ranks.replicas, modules
+        self.all_ranks, self.replicas, self._modules = ranks, ranks.replicas, modules
         self.dtype, self.reduce_dtype = dtype_of(ranks.param_dtype), dtype_of(ranks.reduce_dtype)
         self.order: list[_Unit] = []  # in which their forwards ended
         self.overlapped: torch.Tensor | None = None  # the buffer of the unit that runs forward
