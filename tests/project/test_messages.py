@@ -867,6 +867,16 @@ def mixture() -> torch.nn.Module:
     return transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock(transformers.MixtralConfig(**sizes))
 
 
+class Listed(torch.nn.Module):
+    """A mixture whose experts are a list of modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = torch.nn.Linear(8, 4, bias=False)
+        each = (torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8)) for _ in range(4))
+        self.experts = torch.nn.ModuleList(each)
+
+
 class Scalar(torch.nn.Linear):
     """A product that is scaled."""
 
@@ -1259,6 +1269,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: Ranks(dp=4, ep=4, imbalance=0.5),
     lambda: on_ranks(Ranks(dp=4, ep=4, zero=0)),
     lambda: on_ranks(Ranks(dp=3, ep=3, zero=0), model=mixture()),
+    lambda: on_ranks(Ranks(dp=2, ep=2, zero=0), model=Listed()),
     lambda: on_ranks(Ranks(pp=2)),
     lambda: on_ranks(Ranks(dp=2)),
     lambda: on_ranks(Ranks(fsdp=2, param_dtype="fp9")),

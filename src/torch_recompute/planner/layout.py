@@ -294,7 +294,7 @@ class LayoutPlanner:
         )
 
     def _sent(self, rank: RankPlanner) -> tuple[Sent, ...]:
-        """What a rank sends in a step: by its operations, between stages, and for the states that replicas share."""
+        """Counts what a rank sends in a step: by its operations, between stages, for the states that replicas share."""
         layout, runner, price = self.layout, self.pipeline.runner, self.planner.price
         ranks, bounds, count = layout.ranks, self.pipeline.pipeline.bounds, layout.microbatches
         found = [*sent(rank.ran[0], price, {}, count)]

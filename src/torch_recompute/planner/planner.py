@@ -117,7 +117,7 @@ class Planner:
 
     @property
     def sent(self) -> tuple[Sent, ...]:
-        """What the rank sends in a step without recomputation."""
+        """The bytes that the rank sends in a step without recomputation."""
         ran: Counter[Op] = Counter()
         for (_, op), count in self.known.ran.items():
             ran[op] += count

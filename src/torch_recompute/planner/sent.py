@@ -1,4 +1,4 @@
-"""What a rank sends in a step: how many bytes, over which link, for how long, and how much of that is hidden.
+"""Bytes and seconds that a rank sends in a step, by purpose: over which link, and how much of that is hidden.
 
 Collectives are operations of the simulated step, so what they send is counted and priced as any operation is. Most of
 them are waited for where they are: a layer goes on with what it has received. FSDP2 sends beside the computation:
@@ -39,7 +39,7 @@ Price = Roofline | Measured
 
 @dataclass(frozen=True)
 class Sent:
-    """What a rank sends in a step for one purpose.
+    """The bytes that a rank sends in a step for one purpose.
 
     Attributes:
         what: The purpose, in words.
@@ -65,7 +65,7 @@ class Sent:
 
 
 def between(nbytes: int, ranks: int, price: Price, word: str, *, overlaps: bool = False) -> Sent:
-    """What is sent between ranks that lie among so many in a row, waited for unless it overlaps."""
+    """Returns what is sent between ranks that lie among so many in a row, waited for unless it overlaps."""
     link, speed = link_over(price, ranks)
     return Sent(word, nbytes, nbytes / speed, nbytes / speed if overlaps else 0.0, link)
 
@@ -83,7 +83,7 @@ def what(op: Op) -> str:
 
 
 def sent(ran: Mapping[Op, int], price: Price, hidden: Mapping[str, float], times: int = 1) -> tuple[Sent, ...]:
-    """What the collectives among operations send in a step that runs them so many times.
+    """Counts what the collectives among operations send in a step that runs them so many times.
 
     Args:
         ran: The operations, and how often each runs at a time.

@@ -13,7 +13,7 @@ A gather is deferred as in `planner/tensor_parallel.py`: the kernel is given ten
 memory of this rank's own, which is what autograd keeps, and what has been gathered is alive while the kernel runs.
 
 Rejected: PyTorch's own `context_parallel` on fake tensors, which needs a process group and patches torch for the whole
-process. Ring attention that passes blocks on (Megatron's `p2p`) holds two blocks in the place of all; it is not
+process. Ring attention that passes blocks on (Megatron's p2p) holds two blocks in the place of all; it is not
 planned.
 """
 
@@ -61,11 +61,11 @@ def share_context(model: nn.Module, ranks: Ranks) -> None:
 
 
 def _shared(forward: Callable[..., Any], group: str, kind: str, /, *args: Any, **kwargs: Any) -> Any:
-    with _Attention(group, kind):
+    with _SharedAttention(group, kind):
         return forward(*args, **kwargs)
 
 
-class _Attention(TorchFunctionMode):
+class _SharedAttention(TorchFunctionMode):
     """Makes calls of attention those of a rank."""
 
     def __init__(self, group: str, kind: str) -> None:
@@ -80,14 +80,14 @@ class _Attention(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Held:
-    """What is gathered for a kernel, while it runs."""
+class _WhileItRuns:
+    """Holds what is gathered for a kernel, while it runs."""
 
     full: Any = None
 
 
 def _over_gathered(group: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    held = _Held()
+    held = _WhileItRuns()
     q, k, v = cast("Any", _Gather.apply(held, group, q, k, v))
     kwargs |= dict(zip(("attn_mask", "dropout_p", "is_causal"), args, strict=False))
     if kwargs.get("attn_mask") is not None:
@@ -107,7 +107,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, held: _Held, group: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        ctx: Any, held: _WhileItRuns, group: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.held, ctx.group = held, group
         held.full = _gathered(k, group), _gathered(v, group)
@@ -132,7 +132,9 @@ class _Release(torch.autograd.Function):
     """After attention; its backward comes before the kernel's, and gathers again."""
 
     @staticmethod
-    def forward(ctx: Any, held: _Held, group: str, out: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, held: _WhileItRuns, group: str, out: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
         ctx.held, ctx.group = held, group
         ctx.save_for_backward(k, v)
         return out.view_as(out)

@@ -100,7 +100,7 @@ def _dispatched(
 
 
 def _sent(x: torch.Tensor, *, group: str, rows: int) -> torch.Tensor:
-    """What a rank receives, which is so many rows, for the rows that it sends."""
+    """Returns the rows that a rank receives, so many, for those that it sends."""
     return cast("torch.Tensor", _AllToAll.apply(x, group, rows))
 
 
