@@ -252,6 +252,16 @@ def test_the_optimizer_of_a_rank() -> None:
     assert sizes == {("adamw", 1): 12 * 64, ("adamw", 4): 12 * 16, ("sgd", 1): 0, ("none", 1): 0}
 
 
+def test_the_states_of_experts() -> None:
+    """Those of an expert's weight are shared by the ranks that have it, with and without context parallelism."""
+    for ranks, copies in ((Ranks(dp=8), 8), (Ranks(dp=8, ep=4), 2), (Ranks(dp=2, cp=2, ep=4), 1), (Ranks(ep=1), 1)):
+        weight: Any = nn.Parameter(torch.ones(8, 8))
+        weight.allreduce = False
+        optimizer = Sharded([weight], ranks, "adamw")
+        optimizer.step()
+        assert optimizer.state[weight]["mean"].numel() == 64 // copies
+
+
 @pytest.mark.parametrize(
     ("op", "sent"),
     [("all_gather_into_tensor", 3 * 64), ("reduce_scatter_tensor", 48), ("all_reduce", 96), ("wait_tensor", None)],

@@ -37,7 +37,7 @@ class Meta:
         return math.prod(sizes) * self.dtype.itemsize
 
 
-class Group(NamedTuple):
+class RankGroup(NamedTuple):
     """A group of ranks by its name, as "tensor-4", or "shard-64-8" for 8 ranks among 64 in a row."""
 
     word: str
@@ -87,11 +87,11 @@ class Op:
         return times * (moved - moved // size if size else moved)
 
     @property
-    def group(self) -> Group:
+    def group(self) -> RankGroup:
         """The group of a collective: that of its name, or of unknown size."""
         word, *numbers = str(self.args[-1]).split("-")
         sizes = [int(number) for number in numbers if number.isdigit()]
-        return Group(word, sizes[0], sizes[-1]) if sizes else Group(word, 0, 0)
+        return RankGroup(word, sizes[0], sizes[-1]) if sizes else RankGroup(word, 0, 0)
 
 
 _RINGS = {
