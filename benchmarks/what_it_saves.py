@@ -26,7 +26,7 @@ from torch_recompute.training_step import TrainingStep
 
 DEVICE = "h100"
 # Model -> rows of its batch, tokens in each (None: it has pictures).
-MODELS = {"gpt2-xl": (8, 1024), "llama3-8b": (2, 4096), "vit-h": (64, None)}
+MODELS = {"llama3-8b": (2, 4096), "gpt2-xl": (8, 1024), "vit-h": (64, None)}
 LOOP = Loop(hold_output=False)
 EVERY_LAYER = RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 

@@ -48,22 +48,22 @@ for line in sys.stdin:
 """
 PAGE = """# The first minutes
 
-What the [quick start](quick-start.md) prints, line by line, and how long each takes: `make first-minutes` follows it in
-an empty folder and writes this page. Here on {machine}.
+The output of the [quick start](quick-start.md), step by step, with times. `make first-minutes` runs it in an empty
+folder and writes this page. Recorded on {machine}.
 
 {table}
 
-## As it looks
+## Screenshots
 
 A terminal, with the plan of step 5:
 
 ![The command torch-recompute plan in a terminal: peak, time, a row for each kind of layer](pictures/terminal.png)
 
-The page that `torch-recompute report` wrote; on it the slider shows the plans for other budgets:
+The report that `torch-recompute report` wrote; its slider shows the plans for other budgets:
 
 ![The report's page: memory over the step, the curve of budget and time, and the placements](pictures/report-page.png)
 
-A notebook, [reading a report](notebooks/report.ipynb), where a plan is a table:
+A notebook, [reading a report](notebooks/report.ipynb), which shows a plan as a table:
 
 ![A notebook whose cell shows a plan](pictures/notebook.png)
 

@@ -47,7 +47,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Leads the links that leave `docs/` to where the site has those files."""
+    """Leads the links that leave `docs/` to where the site has those files; the search leaves design notes out."""
+    if page.file.src_uri.startswith("design/"):
+        page.meta["search"] = {"exclude": True}
     docs = Path(config.docs_dir)
 
     def replace(match: re.Match[str]) -> str:

@@ -11,7 +11,7 @@ function, `tests/project/test_pages.py` holds the pages to it, and the result
 is in the repository, so that it can be read there without building anything.
 
 A table is between `<!-- figures: NAME -->` and `<!-- end of figures -->`, in any page. `figures.py` makes the
-tables, `pictures.py` the pictures.
+tables, `pictures.py` and `step_picture.py` the pictures.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pathlib import Path
 
 import figures
 import pictures
+import step_picture
 
 ROOT = Path(__file__).resolve().parents[1]
 MARKED = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
@@ -45,6 +46,7 @@ def all_pages() -> dict[Path, str]:
     return {
         **pages_with_figures(),
         **{ROOT / "docs" / "pictures" / name: picture for name, picture in pictures.PICTURES.items()},
+        ROOT / "docs" / "pictures" / "step.svg": step_picture.memory_over_step(),
     }
 
 

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from .plan.ranks import Ranks
     from .plan.stages import StagePlan, StagePlans, Stages
     from .plan.units import register
+    from .planner.configurations import ConfiguredStep, ConfiguredSteps, peaks
     from .planner.profile import Profile
     from .planner.solve import solve
     from .planning import auto, make_plan, profile
@@ -64,6 +65,7 @@ else:  # imported when they are first asked for
         "plan.config": ("RecomputeConfig",),
         "plan.plan": ("Prediction",),
         "plan.ranks": ("Ranks",),
+        "planner.configurations": ("ConfiguredStep", "ConfiguredSteps", "peaks"),
         "planner.profile": ("Profile",),
         "planner.solve": ("solve",),
         "plan.stages": ("StagePlan", "StagePlans", "Stages"),
@@ -106,6 +108,8 @@ __all__ = [
     "Audit",
     "ChangedError",
     "Choice",
+    "ConfiguredStep",
+    "ConfiguredSteps",
     "Elastic",
     "Measurement",
     "MismatchError",
@@ -138,6 +142,7 @@ __all__ = [
     "is_recomputing",
     "measure",
     "no_recompute",
+    "peaks",
     "recompute",
     "register",
     "replay",

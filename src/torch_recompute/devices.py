@@ -7,6 +7,7 @@ are those of the makers' data sheets (dense, without sparsity), less a share tha
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ class Roofline:
     """A device as two speeds."""
 
     name: str
-    flops: Mapping[int, float]  # per second of products, by bytes of an element; the widest not above an operation's
+    flops: Mapping[int, float]  # per second of products, by bytes of what they read; the widest not above that
     bytes_per_second: float  # of its memory
     launch: float  # seconds that any operation takes at least
     link: float | None = None  # bytes per second to the next device of its group; None for as many as its memory
@@ -57,23 +58,26 @@ class Roofline:
         return "link", self.link or self.bytes_per_second
 
     def _speed(self, op: Op) -> float:
-        size = max((meta.dtype.itemsize for meta in op.results if meta.dtype.is_floating_point), default=4)
+        # An attention in 16 bits has a log-sum-exp in 32 among its results, and a product of 8 bits its scales.
+        size = min((meta.dtype.itemsize for meta in op.read if meta.dtype.is_floating_point), default=4)
         if size == 4 and self.tf32 is not None and tf32(str(op.func)):  # by default for convolutions alone
             return self.tf32
         return self.flops[max((known for known in self.flops if known <= size), default=min(self.flops))]
 
 
-def _sheet(name: str, capability: tuple[int, int], *speeds: float) -> Roofline:
+def _sheet(name: str, capability: tuple[int, int] | None, *speeds: float, fp8: float | None = None) -> Roofline:
     """A device by its maker's data sheet, less the share that kernels do not reach.
 
     `speeds` are TFLOP/s in 16 bits, in TF32 and in 32 bits (TF32's are those of 32 bits where a device has no TF32);
-    then GB/s of its memory, to one neighbour and to host memory, one way. The words of the name are in the name that
-    CUDA has for the device.
+    then GB/s of its memory, to its neighbours and to host memory, one way. `fp8` are TFLOP/s in 8 bits with sums in 32;
+    None where it has none. The words of the name are in the name that CUDA has for the device. Without a capability,
+    as AMD's devices are, which PyTorch calls "cuda" too, kernels are those of 8.0: flash attention, and no cuDNN.
     """
     half, tf32, single = (speed * 1e12 * REACHED_FLOPS for speed in speeds[:3])
     memory, link, host = (speed * 1e9 * REACHED_BYTES for speed in speeds[3:])
+    flops = {2: half, 4: single} if fp8 is None else {1: fp8 * 1e12 * REACHED_FLOPS, 2: half, 4: single}
     network = _NETWORKS.get(name)
-    return Roofline(name, {2: half, 4: single}, memory, 5e-6, link, "cuda", tf32, host, capability, network)
+    return Roofline(name, flops, memory, 5e-6, link, "cuda", tf32, host, capability, network)
 
 
 # To other nodes, each device has a port of HDR InfiniBand (200 Gbit/s) in a DGX A100, of NDR (400) in later ones.
@@ -83,7 +87,8 @@ _NETWORKS = {
 }
 
 
-# Where there is no NVLink, the link is PCI Express.
+# Sources: NVIDIA's data sheets of these names, and where none is said; AMD's of MI300X and MI355X. Where there is no
+# NVLink, the link is PCI Express.
 _SHEETS = (
     _sheet("v100", (7, 0), 125, 15.7, 15.7, 900, 150, 16),
     _sheet("t4", (7, 5), 65, 8.1, 8.1, 320, 16, 16),
@@ -93,24 +98,33 @@ _SHEETS = (
     _sheet("a100", (8, 0), 312, 156, 19.5, 2039, 300, 32),
     _sheet("a100-40gb", (8, 0), 312, 156, 19.5, 1555, 300, 32),
     _sheet("a100-pcie", (8, 0), 312, 156, 19.5, 1935, 300, 32),
-    _sheet("l4", (8, 9), 121, 60, 30.3, 300, 32, 32),
-    _sheet("l40", (8, 9), 181, 90.5, 90.5, 864, 32, 32),
-    _sheet("l40s", (8, 9), 362, 183, 91.6, 864, 32, 32),
-    _sheet("h20", (9, 0), 148, 74, 44, 4000, 450, 64),
-    _sheet("h100", (9, 0), 989, 495, 67, 3350, 450, 64),
-    _sheet("h100-pcie", (9, 0), 756, 378, 51, 2000, 300, 64),
-    _sheet("h100-nvl", (9, 0), 835, 417, 60, 3900, 300, 64),
-    _sheet("h200", (9, 0), 989, 495, 67, 4800, 450, 64),
-    _sheet("h200-nvl", (9, 0), 835, 417, 60, 4800, 450, 64),
-    _sheet("h800", (9, 0), 989, 495, 67, 3350, 200, 64),
-    _sheet("gh200", (9, 0), 989, 495, 67, 4000, 450, 450),
-    _sheet("b200", (10, 0), 2250, 1125, 75, 8000, 900, 64),
+    _sheet("l4", (8, 9), 121, 60, 30.3, 300, 32, 32, fp8=242),
+    _sheet("l40", (8, 9), 181, 90.5, 90.5, 864, 32, 32, fp8=362),
+    _sheet("l40s", (8, 9), 362, 183, 91.6, 864, 32, 32, fp8=733),
+    _sheet("h20", (9, 0), 148, 74, 44, 4000, 450, 64, fp8=296),
+    _sheet("h100", (9, 0), 989, 495, 67, 3350, 450, 64, fp8=1979),
+    # With 96 GB of HBM2e, as in torchtitan's benchmarks (arXiv 2410.06511), whose utilization is of the 989 of SXM.
+    _sheet("h100-96", (9, 0), 989, 495, 67, 2400, 450, 64, fp8=1979),
+    _sheet("h100-pcie", (9, 0), 756, 378, 51, 2000, 300, 64, fp8=1513),
+    _sheet("h100-nvl", (9, 0), 835, 417, 60, 3900, 300, 64, fp8=1671),
+    _sheet("h200", (9, 0), 989, 495, 67, 4800, 450, 64, fp8=1979),
+    _sheet("h200-nvl", (9, 0), 835, 417, 60, 4800, 450, 64, fp8=1671),
+    _sheet("h800", (9, 0), 989, 495, 67, 3350, 200, 64, fp8=1979),
+    _sheet("gh200", (9, 0), 989, 495, 67, 4000, 450, 450, fp8=1979),
+    _sheet("b200", (10, 0), 2250, 1125, 75, 8000, 900, 64, fp8=4500),
+    _sheet("b300", (10, 3), 2250, 1125, 75, 8000, 900, 128, fp8=4500),  # HGX B300, an eighth
+    # GB200 and GB300 NVL72, a seventy-second; two devices share the 450 GB/s to one Grace.
+    _sheet("gb200", (10, 0), 2500, 1250, 80, 8000, 900, 225, fp8=5000),
+    _sheet("gb300", (10, 3), 2500, 1250, 80, 8000, 900, 225, fp8=5000),
     _sheet("rtx-a6000", (8, 6), 154.8, 77.4, 38.7, 768, 56, 32),
     _sheet("rtx3090", (8, 6), 71, 35.6, 35.6, 936, 32, 32),
-    _sheet("rtx4090", (8, 9), 165, 83, 82.6, 1008, 32, 32),
-    _sheet("rtx5090", (12, 0), 209, 105, 104.8, 1792, 64, 64),
+    _sheet("rtx4090", (8, 9), 165, 83, 82.6, 1008, 32, 32, fp8=330),
+    _sheet("rtx5090", (12, 0), 209, 105, 104.8, 1792, 64, 64, fp8=419),
+    _sheet("mi300x", None, 1307.4, 653.7, 163.4, 5300, 448, 64, fp8=2614.9),  # seven links of Infinity Fabric
+    _sheet("mi355x", None, 2516.6, 157.3, 157.3, 8000, 537.6, 64, fp8=5033.2),
 )
 DEVICES = {sheet.name: sheet for sheet in _SHEETS}
+DEVICES["a6000"] = DEVICES["rtx-a6000"]  # as it is mostly called
 _OTHER = frozenset({"laptop", "max", "mobile", "super", "ti", "d"})  # which share a name and not its speeds
 
 
@@ -164,7 +178,14 @@ def where(device: Device, model: object) -> Where:
     try:
         return Where(device=None if device is None else torch.device(device))  # pyright: ignore[reportArgumentType]
     except (RuntimeError, TypeError):
-        raise errors.ArgumentError(
-            f"device={device!r} is neither a device of this machine nor one whose speeds are known.\n"
-            f"  Known are {', '.join([*DEVICES])}."
-        ) from None
+        raise errors.ArgumentError(unknown_device("device", device)) from None
+
+
+def unknown_device(what: str, device: object) -> str:
+    """Text for a device that is not known, with names close to it; `what` is the argument or the option."""
+    near = difflib.get_close_matches(str(device).lower(), [*DEVICES, "cpu"], n=2)
+    close = f" Close to it: {' or '.join(near)}." if near else ""
+    return (
+        f"{what}={device!r} is neither a device of this machine nor one whose speeds are known.{close}\n"
+        f"  Known are {', '.join([*DEVICES])}."
+    )

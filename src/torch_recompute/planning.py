@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, overload
 
@@ -22,7 +23,8 @@ from . import _torch, errors
 from ._text import at_work
 from .devices import Roofline
 from .memory.batch import Batch, ExampleCall, call_of
-from .memory.budget import Budget, read_budget
+from .memory.budget import Budget, bytes_meant, no_plan_fits, read_budget
+from .memory.elastic import Elastic
 from .memory.free import free_bytes
 from .memory.loop import COMMON, Loop
 from .memory.saved import generators_as_before
@@ -32,13 +34,16 @@ from .plan.libraries import all_layers
 from .plan.plan import Plan
 from .plan.ranks import Ranks
 from .plan.stages import StagePlans, Stages
+from .planner.alternatives import plan_or_tell
 from .planner.known import PlanFile, forget, made_for
+from .planner.longest import Longest
 from .planner.pipeline import plan_stages
 from .planner.planner import Planner
 from .planner.profile import Profile
 from .planner.schedules import Schedule
 from .planner.sizes import plan_sizes
 from .planner.tensor_parallel import of_one_rank
+from .region import checked_pool
 from .state import Ambient
 from .training_step import ALONE, Loss, MakeOptimizer, TrainingStep, optimizer_of
 
@@ -101,11 +106,13 @@ def auto(
     accumulate: int = 1,
     set_to_none: bool = True,
     replan: bool = True,
+    elastic: bool | Elastic = False,
 ) -> Applied:
     """Plans for a budget, applies the plan, prints one sentence, and returns the handle.
 
         handle = auto(model, batch, optimizer=optimizer)                   # what the device has free
         handle = auto(model, batch, budget="24GiB", cache="plan.json")     # planned once, then read
+        handle = auto(model, batch, optimizer=optimizer, elastic=True)     # recompute only where memory is short
         print(handle.plan)
         handle.remove()
 
@@ -135,30 +142,58 @@ def auto(
         set_to_none: Whether gradients are gone when forward begins.
         replan: Whether to plan again by itself where the first steps are not the planned one; else it is said only.
             Weights, gradients, optimizer and generators stay as they are; in a process group all ranks do it together.
+        elastic: Whether regions keep their activations while memory lasts: True, or an `Elastic`. The plan is then that
+            with the least peak for this batch, which is to be the largest; it is what a step falls back on. The budget
+            is the limit of an `Elastic` of its own; one that is given has its limit already. What each region takes is
+            learned in the first steps, of which the first recomputes all.
 
     Returns:
         The handle of `apply`; its `plan` is the plan that is in the model now, `history` all of them.
 
     Raises:
-        BudgetError: No plan fits.
-        ArgumentError: See `make_plan` and `apply`; or the file holds something else; or another rank found no plan.
+        BudgetError: No plan fits; with `elastic`, under the limit.
+        ArgumentError: See `make_plan` and `apply`; or `elastic` was given with `offload`, or an `Elastic` with a
+            budget; or the file holds something else; or another rank found no plan.
     """
     loop, asked = Loop(hold_output, accumulate, set_to_none), read_budget(budget)
+    memory = _memory(elastic, asked, offload)
     step = TrainingStep.of("auto", model, batch, kwargs, loss, optimizer, device, loop)
     apply(model, Plan()).remove()  # refuses what could not be applied afterwards
-    planning = _Planning(model, asked, step.loss, step.optimizer, device, offload, loop)
+    planning = _Planning(model, asked, step.loss, step.optimizer, device, offload, loop, memory)
+    if memory is not None:
+        budget = 0  # what the plan in the file is for
     file = None if cache is None else PlanFile(Path(cache), made_for(step, budget, offload))
     plan = None if file is None else _still_fits(file, step, budget)
     found = planning.found(step, plan)
     if file is not None and found is not plan and planning.speaks:
         file.write(found)
-    handle = apply(model, found)
+    handle = apply(model, found, elastic=memory)
     if planning.speaks:
-        sys.stdout.write("; ".join(filter(None, [found.summary, file and file.said])) + "\n")
+        sys.stdout.write("; ".join(filter(None, [handle.plan.summary, file and file.said])) + "\n")
     shapes = [x.shape for x in _torch.tree_leaves(step.call) if isinstance(x, torch.Tensor)]
     handle.looking = FirstSteps(handle, planning, shapes, replan=replan)
     handle.looking.put()
     return handle
+
+
+def _memory(elastic: bool | Elastic, budget: Budget, offload: bool | int | str) -> Elastic | None:
+    """The memory that elastic regions share under a budget; None where they are not elastic."""
+    if elastic is False:
+        return None
+    if offload is not False:
+        raise errors.ArgumentError(
+            "auto was given elastic and offload: what a plan offloads is moved in every step, even if memory lasts.\n"
+            "  Leave offload out; Elastic(..., to=OnHost()) moves what is evicted, where that is faster than a replay."
+        )
+    if elastic is True:
+        return Elastic(budget.bytes or "fit")
+    if budget.said != "fit":
+        raise errors.ArgumentError(
+            f"auto was given budget={budget.said} and an Elastic, which has a limit of its own.\n"
+            "  Write one of them:  auto(..., elastic=memory)   or   auto(..., budget=..., elastic=True)"
+        )
+    checked_pool(elastic)
+    return elastic
 
 
 def plan_first_call(model: nn.Module, budget: int | float | str, *, loss: Loss, optimizer: Any, loop: Loop) -> Applied:
@@ -185,6 +220,7 @@ class _Planning:
     device: torch.device | str | None = None
     offload: bool | int | str = False
     loop: Loop = COMMON
+    memory: Elastic | None = None
 
     def __call__(self, call: ExampleCall, *, draws: Sequence[tuple[Ambient, Any]] = (), **options: Any) -> Plan:
         """The plan for a call.
@@ -208,12 +244,29 @@ class _Planning:
         """The plan of a step, or one that is known, as all ranks use it."""
         try:
             with at_work(f"planning {type(step.model).__name__}"):
-                found = plan or Planner(step, offload=self.offload).plan(self.budget)
+                least = self.budget if self.memory is None else Budget(share=0.0, said="0")
+                found = plan or plan_or_tell(Planner(step, offload=self.offload), least)
+            if self.memory is not None:
+                self._limit(step, found, self.memory)
         except Exception as error:  # whatever it is: the other ranks wait for this one
             if _in_ranks():
                 _one_plan(step.model, str(error) if isinstance(error, errors.RecomputeError) else repr(error))
             raise
         return _one_plan(step.model, found) if _in_ranks() else found
+
+    def _limit(self, step: TrainingStep, floor: Plan, memory: Elastic) -> None:
+        """Refuses a limit of elastic regions that is below what the plan takes; sets one that was given as a share."""
+        prediction = floor.prediction
+        assert prediction is not None
+        least, plain = prediction.peak_bytes, prediction.plain_peak_bytes
+        asked = self.budget if self.budget.share is not None else read_budget(memory.limit or "fit")
+        free = partial(free_bytes, step.model, step.runs_on, step.optimizer, step.call)
+        limit = bytes_meant(asked, lambda: least, plain, free)
+        if least > limit:
+            raise errors.BudgetError(no_plan_fits(limit.said, least, plain, prediction.advice), least, floor)
+        if asked.share is not None:
+            memory.limit = limit
+            self.budget = read_budget(limit)
 
     @property
     def speaks(self) -> bool:
@@ -277,6 +330,7 @@ if TYPE_CHECKING:
         optimizer: MakeOptimizer
         device: torch.device | str | Roofline | None
         sizes: Sequence[Batch | int] | str
+        longest: bool | str
         offload: bool | int | str
         hold_output: bool
         accumulate: int
@@ -322,6 +376,7 @@ def make_plan(
     optimizer: MakeOptimizer = None,
     device: torch.device | str | Roofline | None = None,
     sizes: Sequence[Batch | int] | str = (),
+    longest: bool | str = False,
     stages: Stages | Schedule | None = None,
     offload: bool | int | str = False,
     hold_output: bool = True,
@@ -335,6 +390,7 @@ def make_plan(
         plan = make_plan(model, batch, budget="24GiB", optimizer="adamw")
         plan = make_plan(model, batch, budget="24GiB", sizes=[512, 2048, 8192])  # batches of these lengths
         plan = make_plan(model, batch, budget="24GiB", sizes="all")  # of any length, up to that of the batch
+        plan = make_plan(model, batch, budget="80GB", longest=True)  # of the longest sequence that the budget holds
         apply(model, plan)
 
     The plan that is returned has been simulated: its step fits into the budget. Where the model's weights are on the
@@ -360,6 +416,8 @@ def make_plan(
             of the call pays for no more replays than its own bytes ask for, or nearly. Or batches, instead of `args`.
             The size of a call is the shape of its first tensor. Each is planned for the same budget, and a call of the
             model goes by the choices of the first that it exceeds in no dimension.
+        longest: Whether to look for the longest sequence that the budget holds, as that call is made longer or
+            shorter; or "batch" for the largest batch. The plan is of five sizes, the last of which is the most.
         stages: The pipeline that the model is split into: a `Stages`, or a schedule of
             `torch.distributed.pipelining`. Then the call is of one microbatch, each stage is planned for as many as
             the schedule holds there, `budget` is that of each rank, or a list with one per rank, and `optimizer` makes
@@ -392,22 +450,45 @@ def make_plan(
     else:
         call = call_of("make_plan", model, args, kwargs, a_module=True)
     loop = Loop(hold_output, accumulate, set_to_none)
-    given = {"compiled": compiled, "stages": stages is not None, "sizes": bool(sizes), "offload": offload is not False}
-    _refuse({**given, "loop": loop != COMMON, "ranks": ranks is not None})
+    given = {"compiled": compiled, "stages": stages is not None, "sizes": bool(sizes or longest)}
+    _refuse({**given, "offload": offload is not False, "loop": loop != COMMON, "ranks": ranks is not None})
     update = optimizer_of("make_plan", optimizer, model)
     ranks = ranks or ALONE
     step = TrainingStep(of_one_rank(model, ranks), *call, loss, update, device, loop, ranks)
     with at_work(f"planning {type(model).__name__}"):
         if stages is not None:
             return plan_stages(step, stages, budget)
-        asked = read_budget(budget)
         if compiled:
             from .compiling.step import plan_compiled  # imports the compiler, which takes a second
 
-            return plan_compiled(step, asked)
-        if sizes:
-            return plan_sizes(step, sizes, asked, offload)
-        return Planner(step, offload=offload).plan(asked)
+            return plan_compiled(step, read_budget(budget))
+        return _plan_one_device(step, read_budget(budget), sizes, longest, offload)
+
+
+def _plan_one_device(
+    step: TrainingStep,
+    budget: Budget,
+    sizes: Sequence[Batch | int] | str,
+    longest: bool | str,
+    offload: bool | int | str,
+) -> Plan:
+    """Plans calls of one size, of several, or of as many as a budget holds."""
+    if longest:
+        return Longest(step, budget, offload, batch=_in_batches(longest, sizes)).plan()
+    if sizes:
+        return plan_sizes(step, sizes, budget, offload)
+    return plan_or_tell(Planner(step, offload=offload), budget)
+
+
+def _in_batches(longest: object, sizes: object) -> bool:
+    """Whether the largest batch is looked for, and not the longest sequence."""
+    if longest not in (True, "batch") or sizes:
+        raise errors.ArgumentError(
+            f"make_plan(longest=...) is {errors.say(longest)}{' with sizes' if sizes else ''}; it looks for the most "
+            "that a budget holds, and finds the sizes itself.\n"
+            '  Write longest=True for the longest sequence, longest="batch" for the largest batch, and no sizes.'
+        )
+    return longest == "batch"
 
 
 NOT_WITH = (

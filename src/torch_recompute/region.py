@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -176,7 +176,7 @@ def recompute(
         if ambient is state or not (hasattr(ambient, "capture") and hasattr(ambient, "restore")):
             raise errors.ArgumentError(_not_an_ambient(ambient))
     label = name or name_of(fn)
-    make = None if elastic is None else _checked_pool(elastic).calls(fn, label)
+    make = None if elastic is None else checked_pool(elastic).calls(fn, label)
     options = Options(label, inputs, (*DEFAULT, *state), check, early_stop, tile=tiles is not None, make=make)
 
     @functools.wraps(fn, updated=())
@@ -442,16 +442,18 @@ def _pass_by(run: Run, name: str, fn: Callable[..., Any], args: tuple[Any, ...],
 class Pool(Protocol):
     """Memory that elastic regions share: `Elastic`."""
 
-    def calls(self, fn: Callable[..., Any], name: str) -> Callable[..., RegionCall]:
-        """Returns what makes the calls of a region."""
+    def calls(self, fn: Callable[..., Any], name: str, what: Hashable = None) -> Callable[..., RegionCall]:
+        """Returns what makes the calls of a region; `what` tells apart regions of one function and name."""
         ...
 
 
-def _checked_pool(pool: Any) -> Pool:
+def checked_pool(pool: Any) -> Pool:
+    """Returns what `elastic=` was given, where it is memory that regions can share."""
     if not hasattr(pool, "calls"):
         raise errors.ArgumentError(
             f"elastic= takes the memory that regions share, but got {errors.say(pool)}\n"
-            '  Write memory = torch_recompute.Elastic("fit") once, and recompute(fn, elastic=memory) for each region.'
+            '  Write memory = torch_recompute.Elastic("fit") once, and recompute(fn, elastic=memory) for each region; '
+            "or apply(model, plan, elastic=memory)."
         )
     return pool
 

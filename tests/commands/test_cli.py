@@ -64,7 +64,7 @@ def test_the_entry_hands_a_command_over() -> None:
     code = "import torch_recompute_cli as cli; cli.main(['plan', 'gpt2-xl'])"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert run.returncode == cli.USAGE
-    assert "one of the arguments --budget --frontier is required" in run.stderr
+    assert "one of the arguments --budget --frontier --recompute is required" in run.stderr
 
 
 @pytest.mark.parametrize("shell", SHELLS)

@@ -25,7 +25,7 @@ from frontier import comparing, ways
 from frontier.config import Config
 
 from torch_recompute import Choice, Plan, _text, audit, simulate, verify
-from torch_recompute.commands import bench, cli, demo, output
+from torch_recompute.commands import bench, cli, demo, demo_elastic, output
 from torch_recompute.commands.output import Output, document
 from torch_recompute.doctor import examine
 from torch_recompute.errors import ArgumentError
@@ -55,19 +55,24 @@ class Command:
     def name(self) -> str:
         """What is typed, without options that say of what size."""
         words = self.argv.split()
-        return " ".join(
-            [*words[: 1 + (words[0] in ("bench", "peers"))], *(word for word in words if word == "--check")]
-        )
+        said = [word for word in words if word in ("--check", "--elastic")]
+        return " ".join([*words[: 1 + (words[0] in ("bench", "peers"))], *said])
 
 
 BLOCKS = "peers discard --d-model 8 --d-ff 32 --seq 16 --iters 1 --n-layers 1 --only rms_norm --device cpu"
 MADE_BY = "torch_recompute torch python machine"
-TASK = "model class parameters dtypes inputs optimizer offload hold_output accumulate set_to_none"
+TASK = "model class parameters dtypes inputs optimizer offload notes hold_output accumulate set_to_none"
 COMMANDS = (
     Command(
         "demo --steps 1 --layers 1 --d-model 8 --seq 16 --batch 2",
         "torch threads text config parameters identical settings",
         "--steps 0",
+        plots="",
+    ),
+    Command(
+        "demo --elastic --steps 3 --layers 1 --d-model 8 --seq 64",
+        "torch text config limit_bytes least_bytes passed steps regions",
+        "--elastic --steps 0",
         plots="",
     ),
     Command("show support.nondeterministic:pair", "model stacks labels units", "--frobnicate"),
@@ -79,9 +84,19 @@ COMMANDS = (
     ),
     Command(
         "plan support.nondeterministic:pair --device h100 --frontier",
-        f"{TASK} device plain advice frontier",
+        f"{TASK} device plain advice frontier flat",
         "--out a.json",
         plots="",
+    ),
+    Command(
+        "plan support.nondeterministic:pair --device h100 --budget 1MiB --largest-batch",
+        f"{TASK} found most points plan",
+        "--budget 40%",
+    ),
+    Command(
+        "plan support.nondeterministic:pair --device h100 --recompute none,0",
+        f"{TASK} device configurations",
+        "--recompute nothing",
     ),
     Command(
         "verify support.nondeterministic:pair --plan plan.json",
@@ -117,7 +132,14 @@ COMMANDS = (
         otherwise=("--budget 1KiB", cli.TOO_SMALL),
     ),
 )
-COMPUTING = ((demo, "run"), (discard, "run"), (discard, "compare"), (frontier, "run"), (bench, "run"))
+COMPUTING = (
+    (demo, "run"),
+    (demo_elastic, "run"),
+    (discard, "run"),
+    (discard, "compare"),
+    (frontier, "run"),
+    (bench, "run"),
+)
 
 each = pytest.mark.parametrize("row", COMMANDS, ids=lambda row: row.argv[:40])
 
@@ -174,7 +196,7 @@ def commands(parser: argparse.ArgumentParser, words: tuple[str, ...] = ()) -> It
 def test_every_command_has_a_row() -> None:
     """Each command that can be typed is in the table, and has the options that all have."""
     typed = (*commands(cli.build_parser()), *commands(comparisons.build_parser(), ("peers",)))
-    assert {" ".join(words) for words in typed} == {row.name.removesuffix(" --check") for row in COMMANDS}
+    assert {" ".join(words) for words in typed} == {row.name.partition(" --")[0] for row in COMMANDS}
     for row in COMMANDS:
         parser, words = cli.build_parser(), row.argv.split()
         if words[0] == "peers":

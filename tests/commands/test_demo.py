@@ -8,6 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from torch_recompute import Plan
+from torch_recompute.commands import demo_elastic
 from torch_recompute.commands.demo import (
     HEADS,
     SETTINGS,
@@ -166,3 +167,44 @@ def test_default_text_is_real_and_bounded() -> None:
     assert name == "the Python standard library"
     assert 10**6 < len(text) <= 4 * 2**20
     assert b"import" in bytes(text[:10000].tolist())
+
+
+VARIED = DemoConfig(steps=8, layers=3, d_model=32, seq=256, batch=1)
+
+
+@pytest.fixture(scope="module")
+def elastic() -> demo_elastic.ElasticResult:
+    """The demonstration of elastic regions, once."""
+    return demo_elastic.run(VARIED)
+
+
+def test_elastic_keeps_a_limit_that_plain_breaks(elastic: demo_elastic.ElasticResult) -> None:
+    """Some steps of plain training are above the limit and none of the elastic ones is; losses are the same bits."""
+    assert elastic.passed
+    over = [step.plain_peak_bytes > elastic.limit_bytes for step in elastic.steps]
+    assert 0 < sum(over) < len(over)
+    assert all(step.peak_bytes <= elastic.limit_bytes for step in elastic.steps)
+    assert all(step.replays for step, long in zip(elastic.steps, over, strict=True) if long)
+    assert elastic.least_bytes < elastic.limit_bytes < max(step.plain_peak_bytes for step in elastic.steps)
+    losses = [step.loss for step in elastic.steps]
+    assert len(set(losses)) == VARIED.steps
+
+
+def test_elastic_recomputes_first_calls_and_what_does_not_fit(elastic: demo_elastic.ElasticResult) -> None:
+    """The first step replays every layer, and some replay none; the report counts the same replays."""
+    first, *others = elastic.steps
+    assert first.replays == VARIED.layers
+    assert any(step.replays == 0 for step in others)
+    assert sum(row.replayed for row in elastic.report.rows) == sum(step.replays for step in elastic.steps)
+    assert [row.name for row in elastic.report.rows] == [f"layers.{i}" for i in range(VARIED.layers)]
+
+
+def test_elastic_is_the_same_each_time(elastic: demo_elastic.ElasticResult) -> None:
+    """Bytes, replays and losses depend on the seed alone; a curve reaches the peak, and replays lie within the step."""
+    assert demo_elastic.run(VARIED).steps == elastic.steps
+    for step in elastic.steps:
+        assert len(step.replayed_at) == step.replays
+        assert all(0 < share < 1 for share in step.replayed_at)
+        assert max(step.curve) <= step.peak_bytes
+    longest = max(elastic.steps, key=lambda step: step.tokens)
+    assert max(longest.plain_curve) == longest.plain_peak_bytes

@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 from support.models import LLAMA, Made
-from torch_recompute import Plan, apply, make_plan
-from torch_recompute.commands import cli
+from torch_recompute import Plan, apply, errors, make_plan, peaks
+from torch_recompute.commands import cli, output
 from torch_recompute.commands.models import PRESETS, batch_for, load
+from torch_recompute.planner.configurations import PEAK_WORDS
+from torch_recompute.planner.longest import Longest
 
 
 def block() -> nn.Module:
@@ -31,6 +33,11 @@ def pair() -> Task:
 def named_pair() -> Task:
     model, (x,), loss = pair()
     return model, {"input": x}, loss
+
+
+def heavy() -> Task:
+    """Of which weights and states are all of the peak."""
+    return nn.Sequential(block()), (torch.ones(1, 8),), torch.mean
 
 
 def only_a_model() -> nn.Module:
@@ -60,14 +67,30 @@ def document(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
 
 SIZES = {
     "llama3-8b": 8_030_261_248,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.2-3b": 3_212_749_824,
     "llama3-70b": 70_553_706_496,
     "llama3-405b": 405_853_388_800,
-    "mixtral-8x7b": 46_702_792_704,
+    "llama4-scout": 107_769_861_120,  # without its tower of vision
+    "qwen3-8b": 8_190_735_360,
     "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "qwen3-next-80b": 79_674_391_296,  # without the layer that predicts a second token
+    "mixtral-8x7b": 46_702_792_704,
+    "mistral-small-24b": 23_572_403_200,
+    "gemma3-27b": 27_009_346_304,  # without its tower of vision
     "deepseek-v3": 671_026_404_352,
+    "deepseek-v3.2": 671_877_929_216,
+    "kimi-k2": 1_026_408_209_408,
+    "glm-4.5-air": 106_852_245_504,  # without the layer that predicts a second token
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
+    "minimax-m2": 228_689_748_992,
+    "nemotron-h": 8_100_852_736,
     "gpt2": 124_439_808,
     "gpt2-xl": 1_557_611_200,
     "vit-h": 632_045_800,
+    "whisper-large-v3": 1_543_490_560,
 }
 
 
@@ -81,6 +104,61 @@ def test_models_by_name_have_their_published_size(name: str) -> None:
     assert {(p.device.type, p.dtype) for p in model.parameters()} == {("meta", torch.bfloat16)}
     assert {p.dtype for p in load(name, torch.float16).model.parameters()} == {torch.float16}
     assert "labels" in batch_for(model, name)
+
+
+def test_positions_by_name() -> None:
+    """The models of one size that differ in their positions have those of the release."""
+    assert PRESETS["llama3-8b"]["max_position_embeddings"] == 8192
+    assert PRESETS["llama3.1-8b"]["max_position_embeddings"] == 131072
+
+
+def test_a_batch_of_sound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whisper gets features of sound and the tokens of a text; no more tokens than its table of positions has."""
+    sizes = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": 64, "num_mel_bins": 8}
+    more = {
+        "max_source_positions": 12,
+        "max_target_positions": 20,
+        **{f"{x}_token_id": 1 for x in ("pad", "bos", "eos")},
+    }
+    path = tmp_path / "config.json"
+    head = {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"], "decoder_start_token_id": 2}
+    path.write_text(json.dumps({**head, **sizes, **heads, **more}))
+    found = document(capsys, str(path), "--batch", "3", "--recompute", "none,full")
+    assert found["inputs"] == {"input_features": [3, 8, 24], "labels": [3, 20]}
+    plain, full = found["configurations"]
+    assert full["peak_bytes"] < plain["peak_bytes"]
+    assert document(capsys, str(path), "--sequence", "7", "--recompute", "none")["inputs"]["labels"] == [1, 7]
+    assert cli.main(["plan", str(path), "--sequence", "21", "--recompute", "none"]) == cli.USAGE
+    assert "has 20 positions, in a table (model.decoder.embed_positions)" in capsys.readouterr().err
+
+
+def test_layers_without_their_kernel_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Layers that are planned from reference code are named, with the package that has their kernel."""
+    path = tmp_path / "config.json"
+    head = {"model_type": "nemotron_h", "architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "M-*-M-"}
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    mamba = {"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1, "chunk_size": 16}
+    path.write_text(json.dumps({**head, **sizes, **mamba, "head_dim": 8, "vocab_size": 64}))
+    (note,) = document(capsys, str(path), "--sequence", "32", "--recompute", "full")["notes"]
+    assert note.startswith("2 NemotronHMamba2Mixer are planned from the reference code of transformers")
+    assert "mamba_ssm" in note
+
+
+def test_devices_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    """A device that is not known is refused with names close to it; an alias is the device that it means."""
+    for asked, near in (("gb20", "gb200"), ("MI300", "mi300x"), ("h100sxm", "h100")):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["plan", "this_test:pair", "--recompute", "none", "--device", asked])
+        assert ended.value.code == cli.USAGE
+        assert f"Close to it: {near}" in capsys.readouterr().err
+    argv = "this_test:pair", "--recompute", "0", "--device"
+    seconds = {
+        name: document(capsys, *argv, name)["configurations"][0]["step_seconds"]
+        for name in ("rtx-a6000", "A6000", "b200", "gb200", "mi300x")
+    }
+    assert seconds["rtx-a6000"] == seconds["A6000"] > seconds["gb200"]
+    assert document(capsys, *argv, "a6000")["device"] == "rtx-a6000"
 
 
 def test_a_configuration(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,7 +186,7 @@ def test_json(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = document(capsys, llama, "--sequence", "128", "--budget", "50%", "--optimizer", "sgd", "--device", "a100")
     assert list(found) == [
         *("schema_version", "command", "model", "class", "parameters", "dtypes", "inputs", "optimizer", "offload"),
-        *("hold_output", "accumulate", "set_to_none", "device", "plain", "advice", "plan"),
+        *("notes", "hold_output", "accumulate", "set_to_none", "device", "plain", "advice", "plan"),
     ]
     assert (found["schema_version"], found["command"], found["device"]) == (1, "plan", "a100")
     assert found["inputs"] == {"input_ids": [1, 128], "labels": [1, 128]}
@@ -137,6 +215,116 @@ def test_frontier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [f"{1000 * s:,.1f}" for s in seconds] == [cells[1] for cells in lines if cells and cells[-1].endswith("%")]
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_curve_with_nothing_to_gain(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where no plan lowers the peak, it is said what holds it and which option lowers it, to what; else nothing is."""
+    argv = ["this_test:heavy", "--frontier", "--device", "h100", "--optimizer", "adamw"]
+    found = document(capsys, *argv)
+    assert found["plain"]["peak_bytes"] - found["frontier"][0]["prediction"]["peak_bytes"] < 1000
+    held, lower = found["flat"]
+    assert held.startswith("No plan lowers the peak by more than 2%")
+    fused = lower.split("--optimizer adamw-fused (")[1].split(")")[0]
+    (fitting,) = document(capsys, "this_test:heavy", "--recompute", "0", "--device", "h100")["configurations"]
+    assert errors.size(fitting["peak_bytes"], up=True) == fused
+    assert cli.main(["plan", *argv]) == cli.OK
+    assert held in capsys.readouterr().out
+    assert document(capsys, "this_test:pair", "--frontier", "--device", "h100")["flat"] == []
+
+
+def test_configurations(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The peaks of `--recompute` are those of `peaks` in Python, in the table and in the document, also if repeated."""
+    argv = [llama, "--batch", "2", "--sequence", "256", "--dtype", "fp32", "--no-hold-output"]
+    words = ["--recompute", "none,full,core_attn,mlp", "--recompute", "mlp"]
+    found = document(capsys, *argv, *words)
+    batch = batch_for(model := load(llama, torch.float32).model, "it", 2, 256)
+    names = ["none", "full", "core_attn,mlp", "mlp"]
+    same = peaks(model, batch, recompute=words[1::2], optimizer="adamw-fused", device="h100", hold_output=False)
+    assert found["configurations"] == [json.loads(json.dumps(one.as_data())) for one in same]
+    assert [one["recompute"] for one in found["configurations"]] == names
+    assert found["device"] == "h100"
+    for one in found["configurations"]:
+        assert one["peak_bytes"] == sum(one["made_of"].values())
+    assert cli.main(["plan", *argv, *words, "--explain"]) == cli.OK
+    output = capsys.readouterr().out
+    assert str(same) in output
+    assert all(f"\n{word}" in output for word in PEAK_WORDS)
+
+
+def test_positions_that_are_computed_or_a_table(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A sequence beyond the positions is planned with a note where they are rotary, refused where they are a table."""
+    beyond = 2 * LLAMA["max_position_embeddings"]
+    found = document(capsys, llama, "--sequence", str(beyond), "--recompute", "full")
+    assert found["inputs"]["input_ids"] == [1, beyond]
+    (note,) = found["notes"]
+    assert f"{beyond:,} tokens are more than the {beyond // 2:,} positions" in note
+    assert "rotary" in note
+    assert cli.main(["plan", llama, "--sequence", str(beyond), "--budget", "0.5", "--pp", "3"]) == cli.OK
+    assert note in capsys.readouterr().out
+    assert document(capsys, llama, "--sequence", str(beyond // 2), "--recompute", "full")["notes"] == []
+    for kind, table in (("gpt2", "transformer.wpe"), ("opt", "model.decoder.embed_positions")):
+        sizes = {"n_positions": 32, "max_position_embeddings": 32, "n_layer": 1, "num_hidden_layers": 1}
+        names = {"gpt2": "GPT2LMHeadModel", "opt": "OPTForCausalLM"}
+        config = tmp_path / f"{kind}.json"
+        config.write_text(json.dumps({"model_type": kind, "architectures": [names[kind]], **sizes}))
+        assert cli.main(["plan", str(config), "--sequence", "33", "--recompute", "none"]) == cli.USAGE
+        assert f"has 32 positions, in a table ({table})" in capsys.readouterr().err
+        assert cli.main(["plan", str(config), "--sequence", "32", "--recompute", "none", "--quiet"]) == cli.OK
+        capsys.readouterr()
+
+
+def test_the_longest_sequence(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The most tokens that a budget holds, five lengths with seconds and tokens per second, and a plan for all."""
+    out = tmp_path / "plan.json"
+    argv = [llama, "--longest", "--batch", "2", "--budget", "80MiB", "--optimizer", "sgd", "--out", str(out)]
+    found = document(capsys, *argv)
+    plan = Plan.from_json(out.read_text())
+    assert plan == Plan.from_json(json.dumps(found["plan"]))
+    assert (found["found"], plan.sizes[-1].shape) == ("sequence", (2, found["most"]))
+    assert len(found["points"]) == len(plan.sizes) == 5
+    for point, size in zip(found["points"], plan.sizes, strict=True):
+        assert size.prediction is not None
+        assert tuple(point["shape"]) == size.shape
+        assert point["peak_bytes"] == size.prediction.peak_bytes <= 80 * 2**20
+        assert point["items_per_second"] == pytest.approx(2 * size.shape[1] / size.prediction.step_seconds)
+    assert any("more than the 512 positions" in note for note in found["notes"]) == (found["most"] > 512)
+
+
+def test_the_largest_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    """The largest batch is found for a function of the user, too, and printed with a row for each size."""
+    argv = ["this_test:pair", "--largest-batch", "--budget", "100KiB", "--device", "h100", "--optimizer", "none"]
+    found = document(capsys, *argv)
+    assert (found["found"], found["points"][-1]["shape"]) == ("batch", [found["most"], 8])
+    assert cli.main(["plan", *argv]) == cli.OK
+    output = capsys.readouterr().out
+    assert (
+        f"at most {found['most']:,} items in a batch: peak {errors.size(found['points'][-1]['peak_bytes'])}" in output
+    )
+    for point in found["points"]:
+        assert f"{1000 * point['step_seconds']:,.1f}" in output
+
+
+def test_a_search_ends_at_a_table_of_positions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No sequence is longer than the table of positions, however large the budget."""
+    config = tmp_path / "config.json"
+    sizes = {"n_positions": 96, "n_layer": 1, "n_embd": 8, "n_head": 1, "vocab_size": 16}
+    config.write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **sizes}))
+    assert document(capsys, str(config), "--longest", "--budget", "1GiB")["most"] == 96
+
+
+def test_an_interrupted_search_says_what_fits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Interrupted, the search prints the most that is known to fit, and ends as an interrupted command does."""
+
+    def plan(self: Longest) -> Plan:
+        self.best, self.best_peak_bytes = 1500, 3 * 2**20
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Longest, "plan", plan)
+    argv = ["plan", "this_test:pair", "--largest-batch", "--budget", "1MiB", "--device", "h100"]
+    assert cli.main(argv) == output.INTERRUPTED
+    assert "interrupted: 1,500 items in a batch fit, with a peak of 3.00 MiB" in capsys.readouterr().out
 
 
 def test_a_function_of_the_user(capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,15 +374,25 @@ def test_a_step_over_ranks(llama: str, tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_budget_that_no_plan_fits(capsys: pytest.CaptureFixture[str]) -> None:
     """The exit code is 3, and stderr says which budget would do, which then does."""
     argv = ["plan", "this_test:pair", "--device", "h100"]
-    assert cli.main([*argv, "--budget", "1KiB"]) == cli.TOO_SMALL == 3
+    assert cli.main([*argv, "--budget", "10KiB"]) == cli.TOO_SMALL == 3
     output = capsys.readouterr()
     assert output.out == ""
-    assert "budget=1KiB is too small for a step of this model" in output.err
+    assert "budget=10KiB is too small for a step of this model" in output.err
     assert "Write --budget " in output.err
     assert ".solution" not in output.err
     least = output.err.split(" bytes)")[0].split("(")[-1]
     assert document(capsys, *argv[1:], "--budget", least)["plan"]["prediction"]["peak_bytes"] == int(least)
     assert cli.main([*argv, "--budget", str(int(least) - 1)]) == cli.TOO_SMALL
+
+
+def test_a_budget_below_the_weights(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A budget that the weights alone exceed is refused with their bytes, before anything is simulated."""
+    weights = sum(parameter.nbytes for parameter in pair()[0].parameters())
+    argv = ["plan", "this_test:pair", "--device", "h100", "--budget"]
+    monkeypatch.setattr("torch_recompute.commands.plan.Planner", lambda *_, **__: pytest.fail("simulated"))
+    assert cli.main([*argv, str(weights - 1)]) == cli.TOO_SMALL
+    said = capsys.readouterr().err
+    assert f"for the weights alone of this_test:pair, {errors.size(weights, up=True)} ({weights} bytes)" in said
 
 
 @pytest.mark.parametrize(
@@ -211,6 +409,17 @@ def test_a_budget_that_no_plan_fits(capsys: pytest.CaptureFixture[str]) -> None:
         (["this_test:pair", "--frontier", "--out", "a.json"], "--out goes with --budget"),
         (["this_test:pair", "--budget", "0.5", "--pp", "2"], "are for language models of transformers"),
         (["vit-h", "--budget", "0.5", "--dp", "2"], "are for language models of transformers"),
+        (["this_test:pair", "--recompute", "ful"], "close to it: full"),
+        (["this_test:pair", "--recompute", "none,,full"], "which says no configuration"),
+        (["this_test:pair", "--recompute", "no.json"], "--recompute is 'no.json': no such file"),
+        (["this_test:pair", "--recompute", "full", "--offload"], "--offload does not go with --recompute"),
+        (["this_test:pair", "--recompute", "full", "--out", "a.json"], "--out goes with --budget"),
+        (["this_test:pair", "--frontier", "--longest"], "--longest goes with --budget"),
+        (["this_test:pair", "--recompute", "full", "--largest-batch"], "--largest-batch goes with --budget"),
+        (["this_test:pair", "--longest", "--budget", "0.5"], "is a share of the activation memory"),
+        (["vit-h", "--longest", "--budget", "1GiB"], "--longest is a number of tokens, and vit-h takes pixel_values"),
+        (["gpt2-xl", "--longest", "--budget", "1GiB", "--pp", "2"], "--longest does not go with --pp"),
+        (["gpt2-xl", "--recompute", "full", "--pp", "2"], "--recompute does not go with --pp"),
         (["gpt2-xl", "--budget", "0.5", "--tp", "0"], "--tp is 0; expected a whole number"),
         (["gpt2-xl", "--budget", "0.5", "--vpp", "2"], "--vpp goes with --pp"),
         (["gpt2-xl", "--budget", "0.5", "--sequence-parallel"], "--sequence-parallel goes with --tp"),

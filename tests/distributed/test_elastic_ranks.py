@@ -95,7 +95,7 @@ def trained(model: nn.Module, memory: Elastic | None) -> tuple[list[torch.Tensor
             model(x).square().mean().backward()
         grads += [whole(p.grad) for p in model.parameters()]
         if memory is not None:
-            memory.meter.on = True
+            memory._pool.meter.on = True
     return grads, sent.all()
 
 
@@ -192,7 +192,7 @@ def tensor_parallel(around: Callable[..., Any], overlapping: bool, memory: Elast
             microbatches(called, overlapping)
         grads += [whole(p.grad) for p in layers.parameters()]
         if memory is not None:
-            memory.meter.on = True
+            memory._pool.meter.on = True
     return grads, sent.all()
 
 
@@ -338,7 +338,7 @@ def in_order(order: Callable[..., None]) -> Any:
                 order(lambda number, run=run, seed=seed: run(noise(seed + number, 4, 8)).square().mean())
                 grads += [None if p.grad is None else p.grad.clone() for p in pairs.parameters()]
                 if memory is not None:
-                    memory.meter.on = True
+                    memory._pool.meter.on = True
             found.append(grads)
         same = all(a is b or torch.equal(a, b) for a, b in zip(*found, strict=True))
         rows = memory.report().rows
@@ -398,7 +398,7 @@ def detecting() -> Any:
         try:
             for _ in range(3):
                 (region(torch.randn(2, 3, requires_grad=True)) + region(torch.randn(4, 3)).sum()).sum().backward()
-                memory.meter.on = True
+                memory._pool.meter.on = True
             found[name] = ""
         except ArgumentError as error:
             found[name] = str(error)

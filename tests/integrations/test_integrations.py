@@ -1,8 +1,8 @@
 """Packages that own the training loop, run as installed, with and without a plan.
 
-A door is a function that makes a model and what trains it for a few steps on the CPU, with random weights. The law:
-the trained weights are those of training without a plan, to the last bit, and the peak is lower. What needs two
-ranks is in `test_trainer_on_ranks.py` (the Trainer under DDP and FSDP2) and `distributed/test_doors_of_ranks.py`.
+An integration is a function that makes a model and what trains it for a few steps on the CPU, with random weights. The
+law: the trained weights are those of training without a plan, to the last bit, and the peak is lower. What needs two
+ranks is in `test_trainer_on_ranks.py` (the Trainer: DDP and FSDP2) and `distributed/test_integrations_on_ranks.py`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from support.training import assert_same
 from support.zoo import LAYERS, VOCABULARY, build
 from support.zoo_handmade import decoder
 from torch_recompute import Choice, Plan, apply, auto, checkpoint, measure
-from torch_recompute.integrations import lightning as door_of_lightning
+from torch_recompute.integrations import lightning as integration_of_lightning
 from torch_recompute.integrations.huggingface import RecomputeCallback
 from torch_recompute.integrations.huggingface import apply as apply_policy
 
 # Makes a model, with a plan if asked to, and what trains it; the folder is for what trainers write.
 Opened = tuple[Any, Callable[[], Any]]
-Door = Callable[[bool, Path], Opened]
+Integration = Callable[[bool, Path], Opened]
 TOKENS = 48
 
 
@@ -88,7 +88,7 @@ def tokenizer() -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made, padding_side="left", **special)
 
 
-def trl_door(kind: str, ours: bool, folder: Path, dropout: bool = True, **settings: Any) -> Opened:
+def with_trl(kind: str, ours: bool, folder: Path, dropout: bool = True, **settings: Any) -> Opened:
     """A trainer of TRL, whose own checkpointing is on by default: the plan's switch then."""
     trl, datasets = needs("trl"), needs("datasets")
     model, _ = build("llama")
@@ -153,9 +153,9 @@ def lightning(ours: bool, folder: Path, strategy: str = "auto", planned: bool | 
             return torch.optim.SGD(self.parameters(), 0.1)
 
     module = Module()
-    callbacks = [door_of_lightning.Recompute("full")] if ours and not planned else []
+    callbacks = [integration_of_lightning.Recompute("full")] if ours and not planned else []
     if ours and planned == "inside":
-        callbacks = [door_of_lightning.Recompute(budget=0.01, loss=lambda out: out.square().mean())]
+        callbacks = [integration_of_lightning.Recompute(budget=0.01, loss=lambda out: out.square().mean())]
     elif ours and planned:
         call: dict[str, Any] = {"budget": 0.01, "loss": lambda out: out.square().mean(), "device": "h100"}
         auto(module.model, ids()[:2], hold_output=False, set_to_none=False, **call)
@@ -172,7 +172,7 @@ def fabric(ours: bool, folder: Path) -> Opened:
     made = needs("lightning").Fabric(accelerator="cpu", devices=1)
     model = decoder()
     if ours:
-        door_of_lightning.apply(model, "full")
+        integration_of_lightning.apply(model, "full")
     prepared = made.setup_module(model)
     return model, steps(model, lambda: prepared(ids()[:2]).square().mean(), made.backward)
 
@@ -222,9 +222,9 @@ def torchtitan(ours: Any, folder: Path) -> Opened:
     return model.train(), steps(model, lambda: model(ids()).square().mean())
 
 
-DOORS: dict[str, Door] = {
+INTEGRATIONS: dict[str, Integration] = {
     "Trainer": trainer,
-    **{f"TRL {kind}": functools.partial(trl_door, kind) for kind in ("SFT", "DPO", "GRPO")},
+    **{f"TRL {kind}": functools.partial(with_trl, kind) for kind in ("SFT", "DPO", "GRPO")},
     "PEFT LoRA": with_adapters,
     "PEFT aLoRA": functools.partial(with_adapters, alora_invocation_tokens=[5, 6]),
     "Accelerate": accelerate,
@@ -238,13 +238,13 @@ DOORS: dict[str, Door] = {
 }
 
 
-def trained(door: Door, ours: Any, folder: Path) -> tuple[dict[str, torch.Tensor], int]:
-    """The weights after training through a door, and the peak."""
+def trained(integration: Integration, ours: Any, folder: Path) -> tuple[dict[str, torch.Tensor], int]:
+    """The weights after training through an integration, and the peak."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what packages say of each other, of workers and of tiny data
             torch.manual_seed(0)
-            model, train = door(ours, folder)
+            model, train = integration(ours, folder)
             before = {name: p.detach().clone() for name, p in model.named_parameters()}
             torch.manual_seed(1)
             with measure(model) as memory:
@@ -261,32 +261,32 @@ def trained(door: Door, ours: Any, folder: Path) -> tuple[dict[str, torch.Tensor
 def test_lightning_plans_for_a_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`Recompute(budget=...)` plans inside Lightning's Trainer, and the weights are those of training without it."""
     inside = functools.partial(lightning, planned="inside")
-    (expected, _), (weights, _) = (trained(door, True, tmp_path) for door in (functools.partial(lightning), inside))
+    (expected, _), (weights, _) = (trained(way, True, tmp_path) for way in (functools.partial(lightning), inside))
     assert_same(weights, expected)
     assert "layers recomputed; planned in " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", DOORS)
-def test_training_through_a_door(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", INTEGRATIONS)
+def test_training_through_an_integration(name: str, tmp_path: Path) -> None:
     """Through the package itself: the weights of training without a plan, to the last bit, for a lower peak."""
-    (expected, plain), (weights, peak) = (trained(DOORS[name], ours, tmp_path) for ours in (False, True))
+    (expected, plain), (weights, peak) = (trained(INTEGRATIONS[name], ours, tmp_path) for ours in (False, True))
     assert_same(weights, expected)
     assert peak < plain
 
 
 def test_beside_the_selective_checkpointing_of_trl(tmp_path: Path) -> None:
     """TRL's `selective` keeps the results of fused attention; a plan that says so gives its weights and its peak."""
-    door = functools.partial(trl_door, "SFT", dropout=False)  # with dropout, attention on a CPU is not fused
+    integration = functools.partial(with_trl, "SFT", dropout=False)  # with dropout, attention on a CPU is not fused
     selective = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"selective": True}}
     keeps = Plan(tuple(Choice((f"model.layers.{i}",), keep=("@attention",)) for i in range(LAYERS)))
 
     def ours(_: bool, folder: Path) -> Opened:
-        model, train = door(False, folder)
+        model, train = integration(False, folder)
         apply(model, keeps)
         return model, train
 
-    doors = (door, functools.partial(door, **selective), ours)
-    (expected, plain), (theirs, peak), (weights, same_peak) = (trained(door, False, tmp_path) for door in doors)
+    ways = (integration, functools.partial(integration, **selective), ours)
+    (expected, plain), (theirs, peak), (weights, same_peak) = (trained(way, False, tmp_path) for way in ways)
     assert_same(weights, expected)
     assert_same(theirs, expected)
     assert same_peak < 1.001 * peak < plain

@@ -25,7 +25,7 @@ from support.limited import Limited, limited, missing
 from support.models import Gpt, ids_of
 from torch_recompute import ArgumentError, Elastic, no_recompute, recompute
 from torch_recompute.engine.region_call import Options
-from torch_recompute.memory.elastic import _Learned
+from torch_recompute.memory.elastic import _Learned, _Pool
 from torch_recompute.region import call
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
@@ -202,10 +202,10 @@ def test_under_1f1b_the_newest_microbatch_goes_first(memory: Limited) -> None:
     for overlapping in (True, None):
         pool = Elastic(limit, slack=0.0, meter=memory)
         step(elastic(pool))
-        assert pool.overlapping  # it is seen in the first step
+        assert pool._pool.overlapping  # it is seen in the first step
         before = totals(pool)["replayed"]
         if overlapping is None:
-            pool.starts = functools.partial(_forgetful, pool)  # a pool that does not see it
+            pool._pool.starts = functools.partial(_forgetful, pool._pool)  # a pool that does not see it
         memory.limit = limit if overlapping else None
         step(elastic(pool))
         memory.limit = None
@@ -213,7 +213,7 @@ def test_under_1f1b_the_newest_microbatch_goes_first(memory: Limited) -> None:
     assert found[0] < found[1]
 
 
-def _forgetful(pool: Elastic, call: Any) -> None:
+def _forgetful(pool: Any, call: Any) -> None:
     type(pool).starts(pool, call)
     pool.overlapping = False
 
@@ -228,7 +228,7 @@ def test_a_layer_called_many_times_is_no_pipeline(memory: Limited) -> None:
         for _ in range(4):
             x = layer(x)
         x.sum().backward()
-    assert not pool.overlapping
+    assert not pool._pool.overlapping
 
 
 # --- when what was learned is not enough ---
@@ -403,7 +403,7 @@ def test_an_evicted_call_is_moved_where_a_copy_is_cheaper(memory: Limited, retai
     shelf = Shelf()
     pool = Elastic(between(memory, 0.3), slack=0.0, meter=memory, to=shelf)
     gradients(elastic(pool), max(LENGTHS))
-    for part in pool.parts:
+    for part in pool._pool.parts:
         part.replay_micros = lambda size: 10**9
     before = totals(pool)["replayed"]
     assert gradients(elastic(pool), max(LENGTHS)) == plain(max(LENGTHS))
@@ -417,7 +417,7 @@ def test_an_evicted_call_is_replayed_where_that_is_cheaper(memory: Limited) -> N
     shelf = Shelf()
     pool = Elastic(between(memory, 0.3), slack=0.0, meter=memory, to=shelf)
     gradients(elastic(pool), max(LENGTHS))
-    for part in pool.parts:
+    for part in pool._pool.parts:
         part.replay_micros = lambda size: 0
     assert gradients(elastic(pool), max(LENGTHS)) == plain(max(LENGTHS))
     assert not shelf.puts
@@ -474,12 +474,17 @@ def test_a_cuda_graph_is_refused(monkeypatch: pytest.MonkeyPatch, memory: Limite
         ({1000: 50}, 1000, 50),
         ({1000: 50}, 500, 50),  # less than anything seen: no less is promised
         ({1000: 50}, 2000, 200),  # more than anything seen: as attention's scores grow
+        ({1000: 50, 2000: 100}, 4000, 300),  # two sizes: all that it grew by may be the square
+        ({1000: 50, 2000: 300}, 4000, 1200),  # never more than the square
+        ({1000: 50, 2000: 50}, 4000, 50),  # a constant
+        ({1000: 50, 2000: 100, 4000: 200}, 8000, 400),  # three sizes: what grew with its size goes on so
+        ({1000: 110, 2000: 220, 4000: 500}, 8000, 1300),  # 40 + 0.06 n + 0.00001 n^2 at first, here 1220 + the bend
         ({1000: 50, 3000: 150}, 2000, 100),  # the chord
         ({1000: 50, 3000: 30}, 2000, 50),
     ],
 )
 def test_needs_are_interpolated(seen: dict[int, int], size: int, need: int | None) -> None:
-    """Between two sizes the chord, which bounds whatever grows faster than its size; beyond, the square."""
+    """Between two sizes the chord, which bounds whatever grows faster than its size; beyond, a bound."""
     needs = _Learned()
     for known, taken in seen.items():
         needs.learn(known, taken)
@@ -511,7 +516,7 @@ def test_wrapping_anew_finds_the_same_part(memory: Limited) -> None:
 def test_the_cuda_allocator_is_the_second_fence(monkeypatch: pytest.MonkeyPatch, memory: Limited) -> None:
     """A limit in bytes is told to the allocator, which gives back what it holds above it; "fit" ends that."""
     told: list[Any] = []
-    monkeypatch.setattr(Elastic, "device", torch.device("cuda", 0))
+    monkeypatch.setattr(_Pool, "device", torch.device("cuda", 0))
     properties = types.SimpleNamespace(total_memory=8 * 10**9)
     for name, act in {
         "get_device_properties": lambda device: properties,

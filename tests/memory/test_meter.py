@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from support.acted import ActedAllocator
 from torch_recompute import recompute
 from torch_recompute.memory import allocator, measure
-from torch_recompute.memory.elastic import Elastic
+from torch_recompute.memory.elastic import Elastic, _Pool
 from torch_recompute.memory.free import heap
 from torch_recompute.memory.meter import HeapMeter, meter_for
 
@@ -276,7 +276,7 @@ def test_a_lap_is_its_threads() -> None:
 @WITH_HEAP
 def test_elastic_regions_on_the_cpu_leave_the_profiler_to_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between regions, between steps and after an error a profile can begin, at a size that is new or known."""
-    monkeypatch.setattr(Elastic, "device", torch.device("cpu"))
+    monkeypatch.setattr(_Pool, "device", torch.device("cpu"))
     memory, wrong = Elastic("1TiB"), [False]
 
     def body(x: torch.Tensor) -> torch.Tensor:
@@ -301,7 +301,7 @@ def test_elastic_regions_on_the_cpu_leave_the_profiler_to_the_user(monkeypatch: 
 @WITH_HEAP
 def test_a_stretch_is_measured_once_per_size_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once a size is known, no forward of it and hardly a backward is measured again."""
-    monkeypatch.setattr(Elastic, "device", torch.device("cpu"))
+    monkeypatch.setattr(_Pool, "device", torch.device("cpu"))
     begun = list[int]()
     reset = HeapMeter.reset_lap
     monkeypatch.setattr(HeapMeter, "reset_lap", lambda meter: (begun.append(1), reset(meter)))

@@ -167,7 +167,10 @@ def test_says_which_module_keeps_what() -> None:
 
 
 def test_says_what_activations_are_for() -> None:
-    """Those of the peak are saved, of the loss or transient; a plan turns what is saved into what passes."""
+    """Those of the peak are saved, of the loss or transient; a plan turns what is saved into what passes.
+
+    Of the loss are what it makes and what is as wide as the logits: here these, their softmax and two gradients.
+    """
     model, x = stack(8, 4096), torch.randn(64, 8)
     logits = 64 * 4096 * 4
     results = [
@@ -176,13 +179,24 @@ def test_says_what_activations_are_for() -> None:
     ]
     for result in results:
         assert sum(result.activations_by_use.values()) == result.by_category["activations"]
-        assert result.activations_by_use["loss"] == logits + 4
+        assert result.activations_by_use["loss"] == 3 * logits + 4 == result.logits_bytes + 4
         saved = result.activations_by_use["saved"]
         assert (f"{errors.size(saved)}    saved" in str(result)) == (saved > 0)
     plain, planned, again = (result.activations_by_use for result in results)
     assert plain == again
     assert planned["saved"] < plain["saved"] == 2 * 64 * 8 * 4
-    assert planned["transient"] == plain["transient"] >= logits
+    assert planned["transient"] == plain["transient"] < logits
+    inside = Made(lambda m, x: {"loss": cross_entropy(m.layers(x))}, layers=model)
+    assert simulate(inside, (x,), hold_output=False).activations_by_use["loss"] == 3 * logits
+
+
+def test_weights_and_states_have_names() -> None:
+    """A block of a parameter, or of its optimizer's state, is of the parameter's path and has a shape."""
+    model = stack(8, 16)
+    result = simulate(model, (torch.randn(4, 8),), loss=mean_loss, optimizer="adamw")
+    for category, each in (("parameters", 1), ("optimizer", 2)):
+        named = [block.made.module for block in result.blocks if block.category == category and block.made.shape]
+        assert all(named.count(path) == each for path, _ in model.named_parameters())
 
 
 def test_flops_of_replays_are_predicted() -> None:

@@ -169,7 +169,11 @@ SHEETS = {
     "NVIDIA GeForce RTX 4090": "rtx4090",
     "NVIDIA GeForce RTX 4090 Laptop GPU": None,
     "NVIDIA GeForce RTX 4090 D": None,
-    "AMD Instinct MI300X": None,
+    "AMD Instinct MI300X": "mi300x",
+    "AMD Instinct MI355X": "mi355x",
+    "AMD Instinct MI250X": None,
+    "NVIDIA GB200": "gb200",
+    "NVIDIA B300 SXM6 AC": "b300",
 }
 
 
@@ -187,7 +191,8 @@ def test_products_in_32_bits_run_at_their_own_speed_unless_tf32_is_on() -> None:
     work = 10**15
     product = Op(torch.ops.aten.mm.default, (one, one), (), (one,), work)
     convolution = Op(torch.ops.aten.convolution.default, (one, one), (), (one,), work)
-    half = Op(torch.ops.aten.mm.default, (), (), (Meta((1,), (1,), torch.bfloat16),), work)
+    two = Meta((1,), (1,), torch.bfloat16)
+    half = Op(torch.ops.aten.mm.default, (two, two), (), (two,), work)
     before = torch.get_float32_matmul_precision()
     assert device(product) == pytest.approx(work / 67e12 / 0.7, rel=1e-3)
     assert device(convolution) == pytest.approx(work / 495e12 / 0.7, rel=1e-3)
@@ -197,6 +202,22 @@ def test_products_in_32_bits_run_at_their_own_speed_unless_tf32_is_on() -> None:
         assert device(product) == pytest.approx(work / 495e12 / 0.7, rel=1e-3)
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def test_the_speed_of_an_operation_is_that_of_what_it_reads() -> None:
+    """Attention in 16 bits has a log-sum-exp in 32 among its results, and runs at the speed of 16 all the same."""
+    work, device = 10**15, prices.DEVICES["h100"]
+    wide, half, eighth = (Meta((1,), (1,), dtype) for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn))
+    for func, read, made, speed in (
+        (torch.ops.aten._scaled_dot_product_cudnn_attention.default, (half, half, half), (half, wide), 989),
+        (torch.ops.aten._scaled_dot_product_flash_attention_backward.default, (half, half, wide), (half, half), 989),
+        (torch.ops.aten._scaled_dot_product_efficient_attention.default, (wide, wide, wide), (wide, wide), 67),
+        (torch.ops.aten.mm.dtype, (half, half), (wide,), 989),
+        (torch.ops.aten._scaled_mm.default, (eighth, eighth, wide, wide), (half,), 1979),
+    ):
+        assert device(Op(func, read, (), made, work)) == pytest.approx(work / (speed * 1e12 * 0.7), rel=1e-3)
+    older, product = prices.DEVICES["a100"], Op(torch.ops.aten._scaled_mm.default, (eighth,), (), (half,), work)
+    assert older(product) == pytest.approx(work / (312e12 * 0.7), rel=1e-3)
 
 
 def test_what_a_region_takes_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,6 +107,7 @@ WRITTEN = {
     "Stages",
     "Applied",
     "OutputDiscardCheckpoint",
+    "Elastic",
     "OnDevice",
     "OnDisk",
     "OnHost",

@@ -111,8 +111,10 @@ def test_what_the_wheel_says_of_itself(wheel: zipfile.ZipFile) -> None:
 
 
 def test_an_index_takes_the_archives(folder: Path, wheel: zipfile.ZipFile) -> None:
-    """`twine check` finds nothing to complain of, and the links of the readme lead to the repository."""
-    assert not re.findall(r"\]\((?!https://)", str(metadata(wheel).get_payload()))
+    """`twine check` finds nothing to complain of, and the links and pictures of the readme lead to the repository."""
+    readme = str(metadata(wheel).get_payload())
+    assert not re.findall(r"\]\((?!https://)", readme)
+    assert readme.count("/raw/main/docs/pictures/step.svg)") == 1
     pytest.importorskip("twine", reason="twine is not installed (its pins need Python 3.11)")
     argv = [sys.executable, "-m", "twine", "check", "--strict", *map(str, sorted(folder.iterdir()))]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)

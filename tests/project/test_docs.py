@@ -56,11 +56,12 @@ def test_code_runs(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     imported = {name for _, code in blocks(page) for name in re.findall(r"^(?:import|from) (\w+)", code, re.MULTILINE)}
     missing = [name for name in sorted(imported & OF_OTHERS) if not importlib.util.find_spec(name)]
     if missing:
-        pytest.skip(f"{', '.join(missing)} not installed (see docs/doors.md)")
+        pytest.skip(f"{', '.join(missing)} not installed (see docs/integrations.md)")
     scope: dict[str, Any] = {"__name__": f"page_{page.stem}"}
     torch.manual_seed(0)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore" if page.parent.name == "doors" else "error")  # what packages say of each other
+        # What packages say of each other is not ours.
+        warnings.simplefilter("ignore" if page.parent.name == "integrations" else "error")
         warnings.filterwarnings(
             "ignore", r".torch\.jit\.script_method. is deprecated", DeprecationWarning
         )  # torch's own

@@ -70,6 +70,7 @@ from torch_recompute import (
     make_plan,
     measure,
     no_recompute,
+    peaks,
     recompute,
     replay,
     save_for_recompute,
@@ -81,6 +82,7 @@ from torch_recompute import (
     values,
 )
 from torch_recompute.commands import bench, cli, demo, models, output
+from torch_recompute.commands import plan as plan_command
 from torch_recompute.commands import verify as verify_command
 from torch_recompute.commands.trials import DONE, Record, Setting, Workload
 from torch_recompute.compat import deepspeed, megatron, paddle
@@ -114,6 +116,10 @@ from torch_recompute.planner.tensor_parallel import divided
 from torch_recompute.simulation.copies import Faker
 from torch_recompute.stores import bandwidth, host
 from torch_recompute.stores.transfers import Direct, TransferQueue
+
+
+def no_group() -> ShardedOver:
+    return ShardedOver.__new__(ShardedOver)
 
 
 def nn_linear() -> torch.nn.Module:
@@ -433,6 +439,13 @@ def described(takes: str, **config: int) -> nn.Module:
     model = nn.Module()
     model.main_input_name, model.config = takes, types.SimpleNamespace(**config)  # type: ignore[assignment]
     model.forward = lambda input_ids=None: None
+    return model
+
+
+def with_table(positions: int) -> nn.Module:
+    """A model whose positions are a table."""
+    model = described("input_ids", max_position_embeddings=positions)
+    model.wpe = nn.Embedding(positions, 1)
     return model
 
 
@@ -896,7 +909,7 @@ def cut_up(model: torch.nn.Module, **layout: Any) -> None:
 
 def too_little_on_a_command_line(*options: str) -> None:
     with patch.dict(sys.modules, {"here": types.SimpleNamespace(small_stack=small_stack)}):
-        plans("here:small_stack", "--budget", "100", "--device", "h100", *options)
+        plans("here:small_stack", "--budget", "2KiB", "--device", "h100", *options)
 
 
 class OverFull:
@@ -1046,6 +1059,9 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: apply(Scale(), Plan((Choice(("",), store="disk"),))),
     lambda: apply(Scale(), Plan((Choice(("",), store="scratch", offload=True),))),
     lambda: apply(Scale(), Plan((Choice(("",)),)), stores={"host": OnHost()}),
+    lambda: apply(Scale(), Plan((Choice(("",)),)), elastic=True),
+    lambda: apply(Scale(), Plan((Choice(("",), offload=True),)), elastic=Elastic("1GiB")),
+    lambda: apply(Scale(), Plan((Choice(("",), store="tp", elastic=True),)), stores={"tp": no_group()}),
     shards_one_by_one,
     wraps_one_by_one,
     lambda: RecomputeConfig(recompute_granularity="selective", recompute_modules=["1"]).plan(
@@ -1087,6 +1103,8 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: simulate(nn_linear(), {3: vector()}),
     lambda: auto(nn_linear(), vector(), loss=torch.sum, cache="no/such/folder/plan.json"),
     lambda: auto(nn_linear(), vector(), loss=torch.sum, cache="pyproject.toml"),
+    lambda: auto(nn_linear(), vector(), loss=torch.sum, elastic=True, offload=True),
+    lambda: auto(nn_linear(), vector(), loss=torch.sum, elastic=Elastic("1GiB"), budget="2GiB"),
     # an optimizer
     lambda: make_plan(nn_linear(), vector(), budget=0.4, optimizer="adamv"),
     lambda: make_plan(nn_linear(), vector(), budget=0.4, optimizer=3),
@@ -1145,6 +1163,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
         small_stack()[0]
     ),
     lambda: Plan((Choice(("a", "b"), offload=True),)),
+    lambda: Plan((Choice(("a",), offload=True, elastic=True),)),
     lambda: OnDisk("/no/such/folder"),
     lambda: OnDisk(".", threads=0),
     lambda: inside(lacking(os, "pwrite"), lambda: OnDisk(".")),
@@ -1199,7 +1218,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: models.batch_for(nn.Linear(1, 1), "mine:model"),
     lambda: loads((nn_linear(), [vector(), vector()])),
     lambda: models.batch_for(described("pixel_values", image_size=8), "vit-h", sequence=8),
-    lambda: models.batch_for(described("input_ids", max_position_embeddings=8), "gpt2-xl", sequence=9),
+    lambda: models.batch_for(with_table(8), "gpt2-xl", sequence=9),
     lambda: plans("math:sin", "--budget", "1GiB", "--batch", "0"),
     lambda: plans("math:sin", "--budget", "1GiB", "--plot", "a.png"),
     lambda: output.write_plan(Path("/"), Plan(), {}),
@@ -1241,6 +1260,18 @@ MISUSES: tuple[Callable[[], Any], ...] = (
         patch.object(Path, "open", mock_open(read_data='{"schema_version": 4}\n')),
         lambda: bench.Journal(Path("a.jsonl")),
     ),
+    # the most that a budget holds
+    lambda: make_plan(nn_linear(), torch.ones(2, 3), budget=0.5, longest=True, device="h100"),
+    lambda: make_plan(nn_linear(), torch.ones(2, 3), budget="1MiB", longest="tokens", device="h100"),
+    lambda: make_plan(Block(8, False), torch.ones(2, 3, 8), budget=8, longest="batch", loss=torch.mean, device="h100"),
+    lambda: plan_command._search_of(
+        types.SimpleNamespace(longest=True, model="vit-h"),  # type: ignore[arg-type]
+        models.AskedStep(nn_linear(), kwargs={"pixel_values": vector()}, built_here=True),
+    ),
+    # configurations that are stated
+    lambda: peaks(Switched(), vector(), recompute="none,,full"),
+    lambda: peaks(Switched().to("meta"), vector(), recompute="ful"),
+    lambda: peaks(Switched(), vector(), recompute="no/such.json"),
     # plans that meet other libraries
     lambda: policies.apply(Switched(), "block"),
     turns_checkpointing_on_in_other_words,
@@ -1446,6 +1477,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: LayoutPlanner.plans(OverFull(), 100),
     lambda: too_little_on_a_command_line("--optimizer", "none", "--out", "plan.json"),
     lambda: too_little_on_a_command_line("--optimizer", "adam"),
+    lambda: too_little_on_a_command_line("--budget", "100"),
     # planning
     plans_for_too_little,
     lambda: plans_for_too_little(sizes=[(torch.ones(64, 8),)]),

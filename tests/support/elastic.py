@@ -27,7 +27,7 @@ class Script:
         self._calls: list[weakref.ref[ElasticCall]] = []
         self._lock = threading.RLock()
 
-    def calls(self, fn: Any, name: str) -> Any:
+    def calls(self, fn: Any, name: str, what: Any = None) -> Any:
         """As `Elastic.calls`."""
         return functools.partial(ElasticCall, self)
 

@@ -18,9 +18,10 @@ import argparse
 import statistics
 import sysconfig
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
@@ -138,13 +139,12 @@ def read_text(path: Path | None, seq: int) -> tuple[str, Tensor]:
     return name, torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def batches(text: Tensor, config: DemoConfig) -> Iterator[Tensor]:
-    """Yields batches without end, the same for the same seed."""
+def batches(text: Tensor, config: DemoConfig, lengths: Iterable[int] | None = None) -> Iterator[Tensor]:
+    """Yields batches without end, the same for the same seed; of other lengths than the sequence if these are given."""
     generator = torch.Generator().manual_seed(config.seed)
-    window = torch.arange(config.seq + 1)
-    while True:
-        starts = torch.randint(len(text) - config.seq, (config.batch, 1), generator=generator)
-        yield text[starts + window].long()
+    for length in repeat(config.seq) if lengths is None else lengths:
+        starts = torch.randint(len(text) - length, (config.batch, 1), generator=generator)
+        yield text[starts + torch.arange(length + 1)].long()
 
 
 class Trainer:
@@ -292,6 +292,8 @@ def add_command(commands: Any) -> None:
     """Adds `torch-recompute demo` to the command line."""
     parser = new_command(commands, "demo")
     parser.add_argument("--text", type=Path, metavar="PATH", help="a text to learn (the Python standard library)")
+    about = "train on texts of varied length, in elastic regions under a limit that plain training breaks"
+    parser.add_argument("--elastic", action="store_true", help=about)
     for name, about in (
         ("steps", "training steps of each setting"),
         ("layers", "transformer layers"),
@@ -300,18 +302,28 @@ def add_command(commands: Any) -> None:
         ("batch", "sequences in a step"),
         ("seed", "of weights, text and dropout"),
     ):
-        default = getattr(DemoConfig, name)
         option = "--" + name.replace("_", "-")
-        parser.add_argument(option, type=int, default=default, metavar="N", help=f"{about} (default {default})")
-    add_options(parser, command, plot="the peaks")
+        default = getattr(DemoConfig, name)
+        parser.add_argument(option, type=int, metavar="N", help=f"{about} (default {default}; --elastic has its own)")
+    add_options(parser, command, plot="the peaks; with --elastic the bytes alive")
 
 
 def command(args: argparse.Namespace) -> int:
-    """Runs `torch-recompute demo`; 0 if all losses are identical, else 1."""
-    config = DemoConfig(**{name: getattr(args, name) for name in DemoConfig.__dataclass_fields__})
+    """Runs `torch-recompute demo`; 0 if all losses are identical, and no elastic step is above the limit, else 1."""
+    from . import demo_elastic
+
+    asked = {name: value for name in DemoConfig.__dataclass_fields__ if (value := getattr(args, name)) is not None}
+    config = replace(demo_elastic.DEFAULTS if args.elastic else DemoConfig(), **asked)
     config.check()
     read_text(args.text, config.seq)
     output = Output.of(args)
+    if args.elastic:
+        with output.progress(demo_elastic.ticks(config)) as progress:
+            elastic = demo_elastic.run(config, args.text, progress=progress)
+        if output.plot is not None:
+            demo_elastic.draw(elastic, output.plot)
+        output.give(elastic.to_json, lambda console: demo_elastic.show(console, elastic))
+        return OK if elastic.passed else FAILED
     with output.progress(ticks(config)) as progress:
         result = run(config, args.text, progress=progress)
     if output.plot is not None:

@@ -23,6 +23,7 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import reduce
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -30,7 +31,7 @@ import torch
 from torch import nn
 
 from .. import _torch, errors
-from ..devices import DEVICES
+from ..devices import DEVICES, unknown_device
 from ..memory.batch import ExampleCall, call_of
 from ..memory.budget import Limit
 from ..memory.loop import Loop
@@ -84,9 +85,10 @@ _OWN = (
 def model_help(weights: str) -> str:
     """Returns the help text of MODEL; `weights` says how one from a configuration is built."""
     return (
-        f"one of {', '.join(PRESETS)}; or the config.json (or its folder) of a Hugging Face model, which is built "
-        f"{weights}; or pkg.module:name of a function that returns (model, batch) or (model, batch, loss), where batch "
-        "is a tensor, a tuple of arguments or a dict of keyword arguments, and loss makes a scalar of the output"
+        f"one of {', '.join(PRESETS)}; or the path of a config.json of any Hugging Face model, or of its folder, "
+        f"which is built {weights}; or pkg.module:name of a function that returns (model, batch) or (model, batch, "
+        "loss), where batch is a tensor, a tuple of arguments or a dict of keyword arguments, and loss makes a scalar "
+        "of the output"
     )
 
 
@@ -109,8 +111,18 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
     """Gives a command the options for the optimizer and the device."""
     parser.add_argument("--optimizer", metavar="NAME", help=f"{', '.join(OPTIMIZERS)} ({USUAL})")
     parser.add_argument(
-        "--device", choices=(*DEVICES, "cpu"), help="what the seconds are of (h100; for a model with weights, its own)"
+        "--device",
+        type=_device,
+        metavar="NAME",
+        help=f"what the seconds are of: {', '.join(DEVICES)}, cpu (h100; for a model with weights, its own)",
     )
+
+
+def _device(word: str) -> str:
+    """Reads `--device`."""
+    if word.lower() not in {*DEVICES, "cpu"}:
+        raise argparse.ArgumentTypeError(unknown_device("--device", word))
+    return word.lower()
 
 
 def add_loop_options(parser: argparse.ArgumentParser) -> None:
@@ -301,8 +313,8 @@ def batch_for(model: nn.Module, word: str, batch: int | None = None, sequence: i
         sequence: The number of tokens in each; by default as many as the model has positions, and at most 4096.
 
     Returns:
-        `input_ids` (batch, sequence), or `pixel_values` (batch, channels, height, width), and `labels` where the
-        model takes them.
+        `input_ids` (batch, sequence), `pixel_values` (batch, channels, height, width) or `input_features` (batch,
+        bins, frames) of sound, with as many tokens of text as `sequence`; and `labels` where the model takes them.
 
     Raises:
         ArgumentError: It is not known what the model takes, or it has no such positions.
@@ -319,27 +331,108 @@ def batch_for(model: nn.Module, word: str, batch: int | None = None, sequence: i
         shape = size, config.num_channels, config.image_size, config.image_size
         found: dict[str, Any] = {"pixel_values": torch.empty(shape, dtype=dtype, device="meta")}
         labels = torch.zeros(size, dtype=torch.long)
+    elif getattr(model, "main_input_name", "") == "input_features" and hasattr(config, "num_mel_bins"):
+        length = config.max_target_positions if sequence is None else sequence
+        beyond(model, word, length)
+        dtype = next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), torch.float32)
+        shape = size, config.num_mel_bins, 2 * config.max_source_positions  # a first convolution halves them
+        found = {"input_features": torch.empty(shape, dtype=dtype, device="meta")}
+        labels = torch.ones(size, length, dtype=torch.long)
     elif getattr(model, "main_input_name", "") == "input_ids" and "input_ids" in takes:
-        positions = getattr(config, "max_position_embeddings", None) or SEQUENCE
-        length = min(SEQUENCE, positions) if sequence is None else sequence
-        if length > positions:
-            raise errors.ArgumentError(
-                f"--sequence is {length}, and {word} has {positions} positions. Write --sequence {positions} or less."
-            )
+        positions = _positions_of(model)
+        length = min(SEQUENCE, positions or SEQUENCE) if sequence is None else sequence
+        beyond(model, word, length)
         found = {"input_ids": torch.ones(size, length, dtype=torch.long)}
         labels = found["input_ids"]
         if "SequenceClassification" in type(model).__name__:
             labels = torch.zeros(size, dtype=torch.long)
     else:
         raise errors.ArgumentError(
-            f"MODEL is {word!r}, which is {type(model).__name__}: no model of transformers that takes input_ids or "
-            f"pixel_values, so there is no batch for it. Write {_OWN}."
+            f"MODEL is {word!r}, which is {type(model).__name__}: no model of transformers that takes input_ids, "
+            f"pixel_values or input_features, so there is no batch for it. Write {_OWN}."
         )
     if "labels" in takes:
         found["labels"] = labels
     if "use_cache" in takes:
         found["use_cache"] = False
     return found
+
+
+def _positions_of(model: nn.Module) -> int | None:
+    """The positions that a configuration names; of a model of several parts that of its text."""
+    config: Any = model.config
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(text, "max_position_embeddings", None) or getattr(text, "max_target_positions", None)
+
+
+def _table_of_positions(model: nn.Module) -> str | None:
+    """Returns the path of a model's table of positions, if it has one."""
+    built: Any = model
+    tokens = built.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    positions = _positions_of(model) or 0
+    for path, module in model.named_modules():  # some tables begin with one or two places for padding
+        if isinstance(module, nn.Embedding) and module is not tokens and 0 <= module.num_embeddings - positions <= 2:
+            return path
+    return None
+
+
+def most_tokens(model: nn.Module) -> int | None:
+    """Returns the longest sequence that a model of transformers takes; None for no limit."""
+    return _positions_of(model) if _table_of_positions(model) is not None else None
+
+
+def beyond(model: nn.Module, word: str, length: int) -> str:
+    """Returns what is to be said of a sequence that is longer than a model's positions, "" where it is not.
+
+    Args:
+        model: A model of transformers.
+        word: Its name on the command line.
+        length: The number of tokens.
+
+    Raises:
+        ArgumentError: The positions are a table, which has no more.
+    """
+    positions = _positions_of(model)
+    if positions is None or length <= positions:
+        return ""
+    table = _table_of_positions(model)
+    if table is not None:
+        raise errors.ArgumentError(
+            f"--sequence is {length}, and {word} has {positions} positions, in a table ({table}). Write --sequence "
+            f"{positions} or less."
+        )
+    how = "rotary" if any("Rotary" in type(module).__name__ for module in model.modules()) else "computed"
+    return (
+        f"{length:,} tokens are more than the {positions:,} positions that {word} names (max_position_embeddings). "
+        f"They are no table but {how}, so the step is planned for all tokens; whether the model learns from them is "
+        "another question."
+    )
+
+
+KERNELS: Mapping[str, str] = {"GatedDelta": "fla", "KimiDelta": "fla", "Mamba": "mamba_ssm"}
+"""Layers by a part of their class's name, and the package that has their kernel; without it reference code runs."""
+
+
+def _without_kernels(model: nn.Module) -> list[str]:
+    """Returns what is to be said of layers whose fast kernel is not installed."""
+    found: dict[tuple[str, str], int] = {}
+    for module in model.modules():
+        name = type(module).__name__
+        package = next((package for part, package in KERNELS.items() if part in name), None)
+        if package is not None and any(module.children()) and find_spec(package) is None:
+            found[name, package] = found.get((name, package), 0) + 1
+    return [
+        f"{count} {name} are planned from the reference code of transformers, since the package {package}, which has "
+        "their kernel, is not installed here: their bytes and seconds are not those of the kernel."
+        for (name, package), count in found.items()
+    ]
+
+
+def notes_on(model: nn.Module, word: str, batch: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns what is to be said of a model of transformers and its batch beside the figures of a step."""
+    ids = batch.get("input_ids")
+    said = "" if ids is None else beyond(model, word, ids.shape[1])
+    return tuple(filter(None, [said, *_without_kernels(model)]))
 
 
 def random_batch(
@@ -403,12 +496,16 @@ class AskedStep(TrainingStep):
         word: The model, as it is written there.
         optimizer_word: The optimizer.
         offload: See `make_plan`.
+        notes: What is to be said of the model and its batch beside the figures.
+        built_here: Whether the batch is made here too, and not by a function of the user.
     """
 
     device: str | None = None
     word: str = ""
     optimizer_word: str = ""
     offload: bool | str = False
+    notes: tuple[str, ...] = ()
+    built_here: bool = False
 
     @staticmethod
     def asked(args: argparse.Namespace) -> AskedStep:
@@ -429,7 +526,8 @@ class AskedStep(TrainingStep):
                 model, _, batch = one_rank(model, args.model, ranks, args.mbs or 1, call[1]["input_ids"].shape[1])
                 call, loss = ((), batch), any_loss
             ranks = mixed_precision(model, args, ranks)
-        words: Any = args.model, optimizer, getattr(args, "offload", False)
+        notes = notes_on(model, args.model, call[1]) if built_here else ()
+        words: Any = args.model, optimizer, getattr(args, "offload", False), notes, built_here
         return AskedStep(model, *call, loss, OPTIMIZERS[optimizer], device, loop, ranks, *words)
 
     def __str__(self) -> str:
@@ -459,6 +557,7 @@ class AskedStep(TrainingStep):
             "optimizer": self.optimizer_word,
             "offload": self.offload,
             **({"ranks": self.ranks.as_data()} if self.ranks != ALONE else {}),
+            "notes": list(self.notes),
             **self.loop.words,
         }
 

@@ -3,7 +3,8 @@
 MODEL and a few options describe the whole step: the model, the size of the batch, the optimizer, the device. The model
 is on meta, the device is a data sheet, and the plan is that of `make_plan`. `--out` writes it for `Plan.from_json`,
 beside the options of the step, so that `torch-recompute report` can simulate the step again. `--frontier` shows the
-whole curve of budget against seconds from one profile instead. With `--tp`, `--pp` and the like the step is spread over
+whole curve of budget against seconds from one profile instead, and `--recompute none,full` the peak of configurations
+that are stated, with no search (`planner/configurations.py`). With `--tp`, `--pp` and the like the step is spread over
 ranks, and there is a plan for each rank of the pipeline: the ranks of a tensor-parallel group, and the replicas, have
 the same one. `--budget` is then that of every rank; a share is of each rank's own activation memory. `--out plan.json`
 writes `plan-rank0.json` and so on, each for `Plan.from_json` on that rank.
@@ -13,20 +14,25 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import errors
 from .._text import explained, table
-from ..memory.budget import enough, more_advice, read_budget, too_small
-from ..plan.plan import Plan
+from ..memory.budget import enough, read_budget, too_small
+from ..memory.ledger import CountedOnce
+from ..plan.plan import Plan, SizeClass, shape_in_words
 from ..plan.ranks import KINDS_OF_CP, Ranks
+from ..planner.alternatives import Alternative, alternatives, held_by, in_words
+from ..planner.configurations import PEAK_WORDS, configurations, peaks_of
 from ..planner.layout import Layout, LayoutPlanner, RankPlan, no_pipeline, plan_of_shard, step_seconds
+from ..planner.longest import Longest
 from ..planner.planner import Planner
 from ..planner.profile import Profile
 from ..planner.sent import Sent
-from ..training_step import OPTIMIZERS, optimizer_of
+from ..training_step import optimizer_of
 from . import models
 from . import output as out
 from .models import DTYPES, AskedStep
@@ -46,7 +52,7 @@ CURVE_WORDS = {
 }
 """The columns of the curve, and what they mean."""
 RANK_OPTIMIZERS = ("adamw", "sgd", "none")
-LEAN_OPTIMIZERS = ("adamw-fused", "adafactor", "sgd")  # optimizers that may take less memory than another
+FLAT = 0.02  # a curve whose peaks differ by less offers nothing
 TITLES = (
     *("rank", "in flight", "weights", "grads", "optimizer", "activations", "buffers", "peak", "plain peak"),
     *("microbatch ms", "replays ms", "gap", "links ms"),
@@ -64,6 +70,17 @@ def add_command(commands: Any) -> None:
         help='the most bytes alive in the step, as 24GiB; or a share of the activation memory, as 0.4 or "40%%"',
     )
     asked.add_argument("--frontier", action="store_true", help="what ten budgets cost, instead of a plan for one")
+    asked.add_argument(
+        "--recompute",
+        action="append",
+        metavar="WORDS",
+        help="the peak of a configuration, and what it is made of: none, full (each layer), full:2 (two layers as one "
+        "region), block:3 (the first three), selective (core_attn), labels as core_attn,mlp, or the .json or .yaml "
+        "file of a plan or of settings; several as none,full, or by saying it again",
+    )
+    most = parser.add_mutually_exclusive_group()
+    most.add_argument("--longest", action="store_true", help="the longest sequence that the budget holds, and its plan")
+    most.add_argument("--largest-batch", action="store_true", help="the largest batch that the budget holds")
     models.add_step_options(parser)
     models.add_loop_options(parser)
     parser.add_argument(
@@ -85,9 +102,10 @@ def add_command(commands: Any) -> None:
 def command(args: argparse.Namespace) -> int:
     """Runs `torch-recompute plan`; 0 when there is a plan."""
     output = Output.of(args)
-    for option, other in (("out", "budget"), ("plot", "frontier")):
-        if getattr(args, option) is not None and not getattr(args, other):
-            raise errors.ArgumentError(errors.goes_with(f"--{option}", f"--{other}"))
+    pairs = ("out", "budget"), ("plot", "frontier"), ("longest", "budget"), ("largest_batch", "budget")
+    for option, other in pairs:
+        if getattr(args, option) not in (None, False) and not getattr(args, other):
+            raise errors.ArgumentError(errors.goes_with(f"--{option.replace('_', '-')}", f"--{other}"))
     if args.out is not None:
         out.check_folder("--out", args.out)
     if args.budget is not None:
@@ -96,23 +114,69 @@ def command(args: argparse.Namespace) -> int:
     layout = _layout_of(args)
     if layout is not None:
         return _plan_ranks(args, layout, output)
+    if args.recompute is not None:
+        return _show_peaks(args, output)
+    if args.longest or args.largest_batch:
+        return _find_longest(args, output)
     with output.at_work(f"building {args.model}"):
         step = AskedStep.asked(args)
+    if args.budget is not None:
+        _check_weights(step, args.budget)
     with models.autocasting(step.model, args.autocast):
         with output.at_work(f"profiling {step}"):
             planner = Planner(step, offload=step.offload)
         profile = planner.profile
         with output.at_work("planning"):
             plans = models.curve(profile) if args.frontier else [_planned(planner, args)]
+            flat = _nothing_to_gain(planner, plans) if args.frontier else []
     if args.out is not None:
         out.write_plan(args.out, plans[0], models.words_of(args))
     if output.plot is not None:
         _draw(output.plot, profile, plans, str(step))
     output.give(
-        lambda: _to_json(step, profile, plans, frontier=args.frontier),
-        lambda console: _print_step(console, args, planner, plans),
+        lambda: _to_json(step, profile, plans, flat, frontier=args.frontier),
+        lambda console: _print_step(console, args, planner, plans, flat),
     )
     return OK
+
+
+def _check_weights(step: AskedStep, budget: str) -> None:
+    """Refuses a budget that the weights alone exceed, before anything is simulated."""
+    asked = read_budget(budget)
+    held = CountedOnce()
+    weights = held.add([*step.model.parameters(), *step.model.buffers()]) // step.ranks.shards
+    if asked.bytes is None or asked.bytes >= weights:
+        return
+    trained = sum(weight.nbytes for weight in step.model.parameters() if weight.requires_grad)
+    spread = "spread the model over ranks: --tp, --pp" if step.built_here else "shard the model over ranks"
+    raise errors.BudgetError(
+        f"budget={asked.said} is too small for the weights alone of {step.word}, {errors.size(weights, up=True)} "
+        f"({weights} bytes); gradients take {errors.size(trained, up=True)} besides, and the states of an optimizer "
+        "more. No plan lowers these.\n"
+        f"  Write a budget above them, or {spread}.",
+        weights,
+        None,
+    )
+
+
+def _nothing_to_gain(planner: Planner, plans: Sequence[Plan]) -> list[str]:
+    """Returns what holds the peak and what lowers it, where no plan does; nothing where one does."""
+    least = plans[0].predicted_peak_bytes or 0
+    if planner.plain.peak_bytes - least > FLAT * planner.plain.peak_bytes:
+        return []
+    return [
+        f"No plan lowers the peak by more than {FLAT:.0%}: the least is {errors.size(least)}, made of "
+        f"{held_by(planner.least[1])}.",
+        *in_words(_others(planner), None, option=True),
+    ]
+
+
+def _others(planner: Planner, budget: int | None = None) -> list[Alternative]:
+    """Returns what else lowers the peak; the batch of a user's function is no option of the command line."""
+    found = alternatives(planner, budget)
+    if isinstance(planner.step, AskedStep) and planner.step.built_here:
+        return found
+    return [one._replace(option=one.keyword) if one.option.startswith("--batch") else one for one in found]
 
 
 def _planned(planner: Planner, args: argparse.Namespace) -> Plan:
@@ -123,24 +187,23 @@ def _planned(planner: Planner, args: argparse.Namespace) -> Plan:
         least: Any = error.solution
         smallest, promise = error.smallest, least.prediction
         unwritten = f" {args.out} has not been written; with --budget {smallest} it is that plan." if args.out else ""
-        text = (
-            f"{too_small(promise.budget, smallest, planner.profile.plain_peak_bytes)}\n"
-            f"  Write --budget {enough(smallest)} or more, or a smaller batch{_others(planner, least)}."
-            f"{unwritten}"
-            f"{more_advice(promise.advice)}"
+        others = in_words(_others(planner, promise.budget_bytes), promise.budget_bytes, option=True)
+        text = "\n  ".join(
+            filter(
+                None,
+                [
+                    too_small(promise.budget, smallest, planner.plain.peak_bytes),
+                    f"It is made of {held_by(planner.least[1])}.",
+                    f"Write --budget {enough(smallest)} or more, or a smaller batch.{unwritten}",
+                    *others,
+                    promise.advice,
+                ],
+            )
         )
         raise errors.BudgetError(text, smallest, least) from None
 
 
-def _others(planner: Planner, least: Plan) -> str:
-    """Returns the least peak with each optimizer that takes less memory than the step's, in words."""
-    peaks = {name: planner.peak_with(least, OPTIMIZERS[name]) for name in LEAN_OPTIMIZERS}
-    lower = {name: peak for name, peak in peaks.items() if peak < (least.predicted_peak_bytes or 0)}
-    peaks_listed = ", ".join(f"{errors.size(peak, up=True)} with --optimizer {name}" for name, peak in lower.items())
-    return f", or another optimizer: the least peak is {peaks_listed}" if lower else ""
-
-
-def _to_json(step: AskedStep, profile: Profile, plans: Sequence[Plan], *, frontier: bool) -> str:
+def _to_json(step: AskedStep, profile: Profile, plans: Sequence[Plan], flat: Sequence[str], *, frontier: bool) -> str:
     """Returns the plan, or the plans along the curve, as a JSON document; `Plan.from_json` reads each."""
     data = [json.loads(plan.to_json()) for plan in plans]
     found = {
@@ -148,25 +211,38 @@ def _to_json(step: AskedStep, profile: Profile, plans: Sequence[Plan], *, fronti
         "device": profile.device,
         "plain": {"peak_bytes": profile.plain_peak_bytes, "step_seconds": profile.costs.step_seconds},
         "advice": profile.advice if frontier or plans[0].prediction is None else plans[0].prediction.advice,
-        **({"frontier": data} if frontier else {"plan": data[0]}),
+        **({"frontier": data, "flat": flat} if frontier else {"plan": data[0]}),
     }
     return out.document("plan", SCHEMA_VERSION, found)
 
 
-def _print_step(console: Console, args: argparse.Namespace, planner: Planner, plans: Sequence[Plan]) -> None:
+def _print_step(console: Console, args: argparse.Namespace, planner: Planner, plans: Sequence[Plan], flat: Any) -> None:
     """Prints the plan or the curve of a step; of one that ranks share, also what this rank holds and sends."""
     step: Any = planner.step
-    _print(console, step, planner.profile, plans, frontier=args.frontier, explain=args.explain)
+    _print(console, step, planner.profile, plans, flat, frontier=args.frontier, explain=args.explain)
     if step.ranks != Ranks():
         if not args.frontier:
             _print_rows(console, [plan_of_shard(planner, plans[0])])
         _print_sent(console, planner.sent)
 
 
+def _print_head(console: Console, head: str, notes: Sequence[str]) -> None:
+    console.print(head, style="bold")
+    for note in notes:
+        console.print(note, style="yellow", markup=False)
+
+
 def _print(
-    console: Console, step: AskedStep, profile: Profile, plans: Sequence[Plan], *, frontier: bool, explain: bool
+    console: Console,
+    step: AskedStep,
+    profile: Profile,
+    plans: Sequence[Plan],
+    flat: Sequence[str],
+    *,
+    frontier: bool,
+    explain: bool,
 ) -> None:
-    console.print(str(step), style="bold")
+    _print_head(console, str(step), step.notes)
     if frontier:
         _print_curve(console, profile, plans)
     else:
@@ -176,6 +252,8 @@ def _print(
         console.print(words, style="dim", markup=False)
     for path, why in profile.left_out:
         console.print(f"not planned: {path} {why}", style="dim", markup=False)
+    for line in flat:
+        console.print(line, style="yellow", markup=False)
     if frontier and profile.advice:
         console.print(f"without recomputation: {profile.advice}", style="yellow", markup=False)
 
@@ -225,6 +303,122 @@ def _draw(path: Path, profile: Profile, plans: Sequence[Plan], title: str) -> No
         axes.set_ylabel(f"step, ms on {profile.device}")
         axes.set_title(title, fontsize=8, wrap=True)
         axes.legend()
+
+
+# --- configurations that are stated -----------------------------------------------------------------------------------
+
+
+def _show_peaks(args: argparse.Namespace, output: Output) -> int:
+    """Shows the peak of the configurations of `--recompute`."""
+    if args.offload is not False:
+        why = "the one is what is recomputed, as it stands, and the other lets a plan choose"
+        raise errors.ArgumentError(_goes_without("--offload", "--recompute", why))
+    with output.at_work(f"building {args.model}"):
+        step = AskedStep.asked(args)
+    plans = configurations("--recompute", args.recompute, step)
+    with models.autocasting(step.model, args.autocast), output.at_work(f"simulating {step}"):
+        found = peaks_of(step, plans)
+
+    def print_found(console: Console) -> None:
+        _print_head(console, str(step), step.notes)
+        console.print(str(found), markup=False)
+        if args.explain:
+            console.print(explained(PEAK_WORDS), style="dim", markup=False)
+
+    data = {**step.as_data(), "device": found[0].device, "configurations": [one.as_data() for one in found]}
+    output.give(lambda: out.document("plan", SCHEMA_VERSION, data), print_found)
+    return OK
+
+
+# --- the most that a budget holds -------------------------------------------------------------------------------------
+
+
+def _find_longest(args: argparse.Namespace, output: Output) -> int:
+    """Finds the longest sequence or the largest batch; where it is interrupted, the most that is known to fit."""
+    with output.at_work(f"building {args.model}"):
+        step = AskedStep.asked(args)
+    search, plan = _search_of(args, step), None
+    try:
+        with models.autocasting(step.model, args.autocast), output.at_work(f"looking for the most of {step}"):
+            plan = search.plan()
+    except KeyboardInterrupt:
+        if not search.best:
+            raise
+    said = models.beyond(step.model, args.model, search.best) if args.longest and step.built_here else ""
+    notes = [*step.notes, *([said] if said and said not in step.notes else [])]
+    if plan is not None and args.out is not None:
+        out.write_plan(args.out, plan, models.words_of(args))
+    found = {
+        "found": "batch" if args.largest_batch else "sequence",
+        "most": search.best,
+        "points": [] if plan is None else [_point(size) for size in plan.sizes],
+        "plan": None if plan is None else json.loads(plan.to_json()),
+    }
+
+    def print_found(console: Console) -> None:
+        _print_head(console, str(step), notes)
+        _print_most(console, search, plan)
+
+    output.give(lambda: out.document("plan", SCHEMA_VERSION, {**step.as_data(), "notes": notes, **found}), print_found)
+    return OK if plan is not None else out.INTERRUPTED
+
+
+def _search_of(args: argparse.Namespace, step: AskedStep) -> Longest:
+    """Returns the search that a command line asks for; refuses that of tokens where there are none."""
+    if args.longest and step.built_here and "input_ids" not in step.kwargs:
+        raise errors.ArgumentError(
+            f"--longest is a number of tokens, and {args.model} takes {next(iter(step.kwargs))}. Write --largest-batch."
+        )
+    most = models.most_tokens(step.model) if args.longest and step.built_here else None
+    return Longest(step, args.budget, step.offload, args.largest_batch, most)
+
+
+def _print_most(console: Console, search: Longest, plan: Plan | None) -> None:
+    what = "items in a batch" if search.batch else "tokens in a sequence"
+    if plan is None:
+        console.print(
+            f"interrupted: {search.best:,} {what} fit, with a peak of {errors.size(search.best_peak_bytes)}; whether "
+            "more do is not known"
+        )
+        return
+    promise = plan.sizes[-1].prediction
+    assert promise is not None
+    peak = errors.size(promise.peak_bytes)
+    console.print(f"at most {search.best:,} {what}: peak {peak} within {promise.budget} on {promise.device}")
+    _print_points(console, plan.sizes, promise.peak_bytes)
+    console.print(f"the largest: {promise.summary(plan.sizes[-1].choices)}")
+    console.print(str(promise), markup=False)
+
+
+def _point(size: SizeClass) -> dict[str, Any]:
+    """Returns the figures of one length."""
+    promise = size.prediction
+    assert promise is not None
+    tokens = math.prod(size.shape[:2]) if len(size.shape) < 4 else size.shape[0]
+    return {
+        "shape": list(size.shape),
+        "peak_bytes": promise.peak_bytes,
+        "step_seconds": promise.step_seconds,
+        "plain_step_seconds": promise.plain_step_seconds,
+        "items_per_second": tokens / promise.step_seconds if promise.step_seconds else 0.0,
+        "regions": len(size.choices),
+    }
+
+
+def _print_points(console: Console, sizes: Sequence[SizeClass], peak: int) -> None:
+    unit, name = errors.unit_of(peak)
+    of, dims = ("pictures", 1) if len(sizes[-1].shape) == 4 else ("tokens", 2)
+    rows = out.new_table("size", f"peak {name}", "step ms", "slower", f"{of}/s", "regions")
+    for point in map(_point, sizes):
+        rows.add_row(
+            shape_in_words(point["shape"][:dims]),
+            f"{point['peak_bytes'] / unit:,.2f}",
+            f"{1000 * point['step_seconds']:,.1f}",
+            f"{point['step_seconds'] / point['plain_step_seconds'] - 1:+.1%}",
+            f"{point['items_per_second']:,.0f}",
+            str(point["regions"]),
+        )
+    console.print(rows)
 
 
 # --- a step that is spread over ranks ---------------------------------------------------------------------------------
@@ -277,6 +471,11 @@ def _layout_of(args: argparse.Namespace) -> Layout | None:
     option = next((f"--{name}" for name in given), "--sequence-parallel")
     if args.frontier:
         raise errors.ArgumentError(_goes_without("--frontier", option, "it is the curve of one device"))
+    if args.longest or args.largest_batch:
+        word = "--longest" if args.longest else "--largest-batch"
+        raise errors.ArgumentError(_goes_without(word, option, "what is looked for is of one device"))
+    if args.recompute is not None:
+        raise errors.ArgumentError(_goes_without("--recompute", option, "its peaks are those of one device"))
     if args.offload is not False:
         raise errors.ArgumentError(_goes_without("--offload", option, "plans of ranks keep all on the device"))
     loop = {"--no-hold-output": args.hold_output, "--accumulate": args.accumulate == 1}
@@ -315,9 +514,13 @@ def _plan_ranks(args: argparse.Namespace, layout: Layout, output: Output) -> int
             out.write_plan(args.out.with_name(f"{args.out.stem}-rank{plan.rank}{args.out.suffix}"), plan.plan)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     head = f"{args.model}: {parameters:,} parameters, {tokens} tokens, optimizer {args.optimizer}"
-    output.give(
-        lambda: _ranks_to_json(args, layout, plans, tokens), lambda console: _print_ranks(console, head, layout, plans)
-    )
+    notes = models.notes_on(model, args.model, batch)
+
+    def print_found(console: Console) -> None:
+        _print_head(console, head, notes)
+        _print_ranks(console, layout, plans)
+
+    output.give(lambda: _ranks_to_json(args, layout, plans, tokens), print_found)
     return OK
 
 
@@ -340,9 +543,8 @@ def _ranks_to_json(args: argparse.Namespace, layout: Layout, plans: Sequence[Ran
     )
 
 
-def _print_ranks(console: Console, head: str, layout: Layout, plans: Sequence[RankPlan]) -> None:
+def _print_ranks(console: Console, layout: Layout, plans: Sequence[RankPlan]) -> None:
     """Prints the ranks, their plans, and the step."""
-    console.print(head, style="bold")
     console.print(str(layout))
     name = _print_rows(console, plans)
     for plan in plans:

@@ -25,7 +25,7 @@ from ..devices import Roofline
 from ..memory import Block
 from ..memory.operations import Operation
 from ..plan.apply import apply
-from ..plan.choice import Choice, stored_in
+from ..plan.choice import RECOMPUTED, SHORT, Choice, stored_in
 from ..plan.plan import Line, Plan, Prediction
 from ..plan.roles import inside
 from ..plan.sizes import Sizes, parameters, size_of
@@ -307,4 +307,4 @@ def _what(choice: Choice) -> str:
     kept = f", {', '.join(choice.keep)} kept" if choice.keep else ""
     stored = f"; inputs {stored_in(choice.store)}" if choice.store else ""
     labels = f" ({' '.join(choice.labels)})" if choice.labels else ""
-    return f"{together}recomputed{kept}{stored}{labels}"
+    return f"{together}{SHORT if choice.elastic else RECOMPUTED}{kept}{stored}{labels}"

@@ -113,8 +113,8 @@ class Decoder(nn.Module):
         self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, text: Tensor) -> Tensor:
-        """Returns the loss of predicting each token from those before it."""
-        x = self.embed(text[:, :-1]) + self.places.weight
+        """Returns the loss of predicting each token of [batch, tokens + 1], or fewer, from those before it."""
+        x = self.embed(text[:, :-1]) + self.places.weight[: text.shape[1] - 1]
         for layer in self.layers:
             x = layer(x)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), text[:, 1:].flatten())

@@ -73,9 +73,11 @@ class Discard:
     def __init__(self, options: Options, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         outer = thread.run
         # not stopped early: the work after its last slot is needed too, the result
-        self._region_call = RegionCall(options._replace(early_stop=False), fn, args, kwargs, outer)
-        inside = self._region_call.inputs.storages
-        self.result = self._region_call.forward(fn, args, kwargs, outer)
+        make, options = options.make or RegionCall, options._replace(early_stop=False)
+        call = make(options, fn, args, kwargs, outer)
+        inside = call.inputs.storages
+        self.result = call.forward(fn, args, kwargs, outer)
+        self._region_call = call.final
         self._late: list[weakref.ref[DeferredInput]] = []
         self._tensors = _torch.tensors_in(self.result)
         self._places: dict[int, int] = {}  # by storage, which of the tensors it is of

@@ -249,6 +249,7 @@ class ElasticCall(RegionCall):
     started = was_kept = False
     thread: int | None = None
     attempt = microbatch = 0
+    _again: ElasticCall | None = None
 
     def __init__(self, part: Part, options: Options, fn: Any, args: Any, kwargs: Any, outer: Run | None) -> None:
         if capturing():
@@ -349,7 +350,13 @@ class ElasticCall(RegionCall):
             del error  # whose traceback leads back to this frame
         again = type(self)(self.part, self.options, fn, args, kwargs, None)
         again.attempt = self.attempt + 1
+        self._again = again
         return again.forward(fn, args, kwargs, None)
+
+    @property
+    def final(self) -> RegionCall:
+        """The call whose forward went through to its end."""
+        return self if self._again is None else self._again.final
 
     def _give_up(self, error: Exception, changed: str, *, replaying: bool) -> None:
         more = _not_repeatable(self.name, changed) if changed else self.part.shortage()

@@ -407,6 +407,11 @@ class RegionCall(Run):
             for tensor in record.held():
                 aliases[storage_id(tensor)] = tensor
 
+    @property
+    def final(self) -> RegionCall:
+        """The call whose forward went through to its end: this one, unless it was run again."""
+        return self
+
     def nested(self, region_call: weakref.ref[RegionCall] | None) -> None:
         """Notes a region that ended inside this one."""
         self._nested = (*self._nested, region_call)

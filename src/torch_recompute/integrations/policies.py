@@ -1,33 +1,25 @@
-"""Makes a plan from a setting of a configuration file: a string, or a mapping of Megatron's fields.
+"""Makes the regions of a policy of a configuration file, and measures what they drop and cost for a training's log.
 
-    "none"                   nothing
-    "full", "full:2"         every layer; two layers as one region
-    "block:3"                the first three layers
-    "core_attn,mlp"          labels, module paths or patterns of paths
-    "plan.json"              a file: a plan that was saved, or Megatron's fields in JSON or YAML
-    "--recompute_granularity full ..."    Megatron's flags
-
-All but the saved plan are a `RecomputeConfig`, and its checks are the only checks. `apply` makes the regions of such a
-policy; `StepFigures` measures what they drop and cost, for the log of a training.
+A policy is a string such as "full", or a mapping of Megatron's fields; `plan_of` says which. `apply` makes its regions;
+`StepFigures` measures them.
 """
 
 from __future__ import annotations
 
-import shlex
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import nn
 
 from .. import errors, plan
 from ..memory.budget import read_budget
+from ..memory.elastic import Elastic
 from ..memory.loop import Loop
 from ..plan import Applied, Plan
 from ..plan.apply import not_applicable
-from ..plan.config import RecomputeConfig
+from ..plan.config import Policy, plan_of
 from ..plan.observe import Stamp, between, stamp
 from ..stores import Store
 
@@ -35,61 +27,10 @@ __all__ = ["Applied", "Policy", "StepFigures", "apply", "check_loop", "one_of", 
 
 WATCHED = 2  # steps at a time: bytes, FLOPs and decisions are those of the first, seconds those of the second
 
-Policy = Plan | RecomputeConfig | str | Mapping[str, Any]
 
-
-def _refuse(policy: object) -> NoReturn:
-    raise errors.ArgumentError(
-        f"{errors.say(policy)} does not say what to recompute.\n"
-        '  Write "full" (every layer), "full:2" (two layers as one region), "block:3" (the first three layers), labels '
-        'such as "core_attn,mlp", the path of a .json or .yaml file, Megatron\'s flags, or "none"; or pass a Plan or a '
-        "RecomputeConfig."
-    )
-
-
-def plan_of(policy: Policy, model: nn.Module) -> Plan:
-    """Makes the plan that a policy means in a model.
-
-    Args:
-        policy: A plan, settings, a string as above, or a mapping of settings.
-        model: The model that it is for.
-
-    Raises:
-        ArgumentError: It is none of these, or cannot be met by this model.
-    """
-    if isinstance(policy, Plan):
-        return policy
-    if isinstance(policy, RecomputeConfig):
-        return policy.plan(model)
-    if isinstance(policy, Mapping):
-        return RecomputeConfig.from_dict(policy).plan(model)
-    if not isinstance(policy, str):
-        _refuse(policy)
-    policy = policy.strip()
-    word, _, number = policy.partition(":")
-    if word.startswith("--"):
-        return RecomputeConfig.from_args(shlex.split(policy)).plan(model)
-    if policy.endswith((".json", ".yaml", ".yml")):
-        text = Path(policy).read_text(encoding="utf-8") if Path(policy).is_file() else ""
-        if policy.endswith(".json") and '"choices"' in text:
-            return Plan.from_json(text)
-        return RecomputeConfig.from_file(policy).plan(model)
-    if policy == "none":
-        return Plan(source="none")
-    fields: dict[str, Any] = {"recompute_granularity": "selective"}
-    if word in ("full", "block"):
-        if (number and not number.isdecimal()) or (word == "block" and not number):
-            _refuse(policy)
-        method = "uniform" if word == "full" else "block"
-        fields = {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": int(number or 1)}
-    elif policy != "selective":
-        fields["recompute_modules"] = [label.strip() for label in policy.split(",")]
-        if not all(fields["recompute_modules"]):
-            _refuse(policy)
-    return RecomputeConfig(**fields).plan(model)
-
-
-def apply(model: nn.Module, policy: Policy, *, stores: Mapping[str, Store] | None = None) -> Applied:
+def apply(
+    model: nn.Module, policy: Policy, *, stores: Mapping[str, Store] | None = None, elastic: Elastic | None = None
+) -> Applied:
     """Makes the regions of a plan in a model.
 
         handle = apply(model, "full")
@@ -98,6 +39,7 @@ def apply(model: nn.Module, policy: Policy, *, stores: Mapping[str, Store] | Non
         model: The model, before a trainer, `torch.compile` or a wrapper for several devices takes it.
         policy: A `Plan`, a `RecomputeConfig`, its fields as a mapping, or a string as above.
         stores: The store for each word that a plan's choices name.
+        elastic: The `Elastic` that the regions share, as for `torch_recompute.apply`.
 
     Returns:
         A handle; its `remove()` undoes it all.
@@ -107,7 +49,7 @@ def apply(model: nn.Module, policy: Policy, *, stores: Mapping[str, Store] | Non
     """
     if not isinstance(model, nn.Module):
         raise errors.ArgumentError(not_applicable(model, policy))
-    return plan.apply(model, plan_of(policy, model), stores=stores)
+    return plan.apply(model, plan_of(policy, model), stores=stores, elastic=elastic)
 
 
 Budget = int | float | str

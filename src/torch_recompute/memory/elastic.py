@@ -9,8 +9,8 @@ What backward needs last is evicted first: the oldest call, or, where microbatch
 with an older call of a region while a newer one waits), the newest microbatch's oldest. A region's first call is never
 kept: it shows what the region takes at the least, and proves in the first step that it can be replayed.
 
-For a size that was not seen, what is needed is interpolated between its neighbours, and above the largest it is taken
-to grow with the square: too much, for one step, rather than too little.
+For a size that was not seen, what is needed is interpolated between its neighbours. Above a single one it is taken to
+grow with the square: too much, for one step, rather than too little. Above several, as they did: a line and a square.
 
 Rejected: a policy per operation (DTR, Kirisame et al., ICLR 2021), whose fragmentation costs most where memory is
 shortest; retrying alone, which cannot repeat a node of the graph.
@@ -26,7 +26,7 @@ import functools
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -64,19 +64,40 @@ class _Learned:
         return self._seen.get(_step_of(size), (-1, 0))[0] >= size
 
     def of(self, size: int) -> int | None:
-        """Returns what the stretch will take at a size: between two that were seen, the chord; beyond, the square."""
+        """Returns what the stretch will take at a size: between two that were seen, the chord; see `_beyond`."""
         points = sorted(self._seen.values())
         place = bisect.bisect_left(points, (size, 0))
         if not points:
             return None
         if place == len(points):
-            known, taken = points[-1]
-            return round(taken * max(1.0, size / max(1, known)) ** 2)
+            return _beyond(points, size)
         above, most = points[place]
         if place == 0 or above == size:
             return most
         below, least = points[place - 1]
         return round(least + (max(most, least) - least) * (size - below) / (above - below))
+
+
+def _beyond(points: Sequence[tuple[int, int]], size: int) -> int:
+    """Returns what a stretch may take at a size above all that were seen.
+
+    Memory is a constant (gradients of weights), a part as large as the size, and one as its square (scores). Of one
+    size nothing is known of these, and all of it may be the square. Two that are apart bound the square, three say each
+    part.
+    """
+    top, most = points[-1]
+    square = most * (size / max(1, top)) ** 2
+    low, least = points[0]
+    apart = (top - low) / 8
+    if top < 1.1 * low:
+        return round(square)
+    middle, between = min(points, key=lambda point: abs(2 * point[0] - low - top))
+    if not low + apart < middle < top - apart:
+        grown = (most - least) * (size**2 - top**2) / (top**2 - low**2)
+        return round(min(square, most + max(0.0, grown)))
+    slope = (most - between) / (top - middle)
+    bend = max(0.0, (slope - (between - least) / (middle - low)) / (top - low))
+    return round(min(square, most + max(0.0, slope + bend * (size - middle)) * (size - top)))
 
 
 def _step_of(size: int) -> int:
@@ -193,30 +214,15 @@ class Elastic:
             )
         if to is not None and not (hasattr(to, "put") and hasattr(to, "get")):
             raise errors.ArgumentError(errors.not_a_store("to", to))
-        self.slack, self.group, self.always = slack, group, always
-        self.store = to
-        self.meter = meter
-        self.overlapping = False  # whether microbatches overlap: backward begins with an older call of a region
-        self._known: weakref.WeakKeyDictionary[Any, dict[str, _RegionMemory]] = weakref.WeakKeyDictionary()
-        self.parts: list[_RegionMemory] = []
-        self._calls: dict[int, weakref.ref[ElasticCall]] = {}  # complete or in forward, and backward has not begun
-        self.lock = threading.RLock()
-        self.agreement = None if group is None else Agreement(group, self.lock)
-        self._stretch: tuple[_RegionMemory, str, int, int, bool] | None = (
-            None  # whose, which, size, what was alive, lap taken
-        )
-        self._miss: tuple[int, str] | None = None
+        self._made_from = {"limit": limit, "slack": slack, "group": group, "to": to, "meter": meter, "always": always}
+        self._known: weakref.WeakKeyDictionary[Any, dict[Any, _RegionMemory]] = weakref.WeakKeyDictionary()
+        self._pool = _Pool(slack, group, to, meter, always)
         self.limit = limit
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Elastic:
-        return self  # a copy of a model is on the same device
-
-    # --- for the user ---------------------------------------------------------------------------------------------
 
     @property
     def limit(self) -> int:
         """The limit in bytes; 0 for "fit" before the first call. May be set between steps."""
-        return self._limit
+        return self._pool.limit
 
     @limit.setter
     def limit(self, limit: int | str) -> None:
@@ -229,19 +235,30 @@ class Elastic:
                 f"limit={limit!r} is no number of bytes; the limit is of all that is alive on the device.\n"
                 '  Write bytes (72 * 2**30), a text with a unit ("72GiB"), or "fit" for what the device has.'
             )
-        with self.lock:
-            self._limit, self._checked = budget.bytes or 0, False
+        with self._pool.lock:
+            self._made_from["limit"] = limit
+            self._pool.limit, self._pool.checked = budget.bytes or 0, False
 
     def report(self) -> ElasticReport:
         """Reports what each region did so far. On CUDA it waits for the last replays to be timed."""
-        with self.lock:
-            miss, where = self._miss or (None, "")
-            return ElasticReport(tuple(part.row() for part in self.parts), self._limit, miss, where)
+        return self._pool.report(self._pool.parts)
 
-    # --- for regions ----------------------------------------------------------------------------------------------
+    def report_on(self, makes: Iterable[Any]) -> ElasticReport:
+        """Reports on the regions whose calls were looked up, in their order."""
+        return self._pool.report([make.args[0] for make in makes])
 
-    def calls(self, fn: Callable[..., Any], name: str) -> Callable[..., ElasticCall]:
-        """Returns what makes the calls of a region: of one function there is one part, however often it is wrapped."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> Elastic:
+        return self  # a copy of a model is on the same device
+
+    def __reduce__(self) -> Any:
+        """In another process it begins with what it was made from."""
+        return functools.partial(Elastic, **self._made_from), ()
+
+    def calls(self, fn: Callable[..., Any], name: str, what: Hashable = None) -> Callable[..., ElasticCall]:
+        """Returns what makes the calls of a region: of one function there is one part, however often it is wrapped.
+
+        `what` tells apart regions of one function and name.
+        """
         owner: Any = getattr(fn, "__self__", fn)
         if isinstance(owner, types.FunctionType):
             owner = owner.__code__
@@ -249,12 +266,38 @@ class Elastic:
             parts = self._known.setdefault(owner, {})
         except TypeError:  # nothing that can be referred to weakly
             parts = self._known.setdefault(type(owner), {})
-        with self.lock:
-            if name not in parts:
-                parts[name] = _RegionMemory(self, name)
-            return functools.partial(ElasticCall, parts[name])
+        with self._pool.lock:
+            if (name, what) not in parts:
+                parts[name, what] = _RegionMemory(self._pool, name)
+            return functools.partial(ElasticCall, parts[name, what])
 
-    # --- stretches ------------------------------------------------------------------------------------------------
+
+class _Pool:
+    """The calls that wait for their backward, and what is alive beside them.
+
+    Attributes:
+        limit: The limit in bytes; 0 for what the device has, until it is checked.
+        checked: Whether what is resident has been compared with it.
+        overlapping: Whether microbatches overlap: a backward has begun with an older call of a region.
+        parts: The regions, in the order of their first calls.
+    """
+
+    def __init__(self, slack: float, group: Any, store: Any, meter: Meter | None, always: bool) -> None:
+        self.slack, self.store, self.meter, self.always = slack, store, meter, always
+        self.limit, self.checked, self.overlapping = 0, False, False
+        self.parts: list[_RegionMemory] = []
+        self._calls: dict[int, weakref.ref[ElasticCall]] = {}  # complete or in forward, and backward has not begun
+        self.lock = threading.RLock()
+        self.agreement = None if group is None else Agreement(group, self.lock)
+        # Of the stretch that runs: whose it is, which, the call's size, what was alive, and whether a lap is taken.
+        self._stretch: tuple[_RegionMemory, str, int, int, bool] | None = None
+        self._miss: tuple[int, str] | None = None
+
+    def report(self, parts: Iterable[_RegionMemory]) -> ElasticReport:
+        """Reports on some regions."""
+        with self.lock:
+            miss, where = self._miss or (None, "")
+            return ElasticReport(tuple(part.row() for part in parts), self.limit, miss, where)
 
     def begin(self, part: _RegionMemory, kind: str, call: ElasticCall, need: int = 0) -> None:
         """Begins a stretch, after what it will take has been made room for."""
@@ -289,7 +332,7 @@ class Elastic:
             return
         if (lap or kind == AFTER) and not getattr(meter, "missed", ""):
             part.needs[kind].learn(size, max(0, most - began))
-        left = self._limit - most
+        left = self.limit - most
         if self._miss is None or left < self._miss[0]:
             self._miss = left, f"{part.name}, {kind}"
 
@@ -303,7 +346,7 @@ class Elastic:
 
     def room(self) -> int:
         """The bytes that a stretch may take now."""
-        return round(self._limit * (1 - self.slack)) - self._metered().live()
+        return round(self.limit * (1 - self.slack)) - self._metered().live()
 
     def make_room(self, need: int, mine: ElasticCall | None = None) -> bool:
         """Evicts calls until `need` bytes are free; returns whether they are.
@@ -352,16 +395,16 @@ class Elastic:
 
     def check(self) -> None:
         """Sets what "fit" means, and refuses a limit below what is resident."""
-        if not self._checked and not self._calls:
+        if not self.checked and not self._calls:
             live = self._metered().live()
             self._fence()
-            self._limit = self._limit or live + memory_of(self.device)[0]
-            self._checked = True
-            if live > self._limit * (1 - self.slack):
+            self.limit = self.limit or live + memory_of(self.device)[0]
+            self.checked = True
+            if live > self.limit * (1 - self.slack):
                 raise errors.ArgumentError(
-                    f"Elastic({as_budget(self._limit)!r}): {errors.size(live)} are alive before the first elastic "
+                    f"Elastic({as_budget(self.limit)!r}): {errors.size(live)} are alive before the first elastic "
                     f"region runs (weights, gradients, optimizer), and with slack={self.slack} only "
-                    f"{errors.size(round(self._limit * (1 - self.slack)))} may be.\n"
+                    f"{errors.size(round(self.limit * (1 - self.slack)))} may be.\n"
                     f'  Write a limit above that, such as memory.limit = "{as_budget(2 * live)}".'
                 )
 
@@ -373,8 +416,8 @@ class Elastic:
         """
         if self.device.type == "cuda":
             total = torch.cuda.get_device_properties(self.device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, (self._limit or total) / total), self.device)
-            if self._limit and torch.cuda.memory_reserved(self.device) > self._limit:
+            torch.cuda.set_per_process_memory_fraction(min(1.0, (self.limit or total) / total), self.device)
+            if self.limit and torch.cuda.memory_reserved(self.device) > self.limit:
                 torch.cuda.empty_cache()
 
     def _metered(self) -> Meter:
@@ -401,7 +444,7 @@ class _RegionMemory:
         collectives: What it communicates.
     """
 
-    def __init__(self, pool: Elastic, name: str) -> None:
+    def __init__(self, pool: _Pool, name: str) -> None:
         self.pool, self.name = pool, name
         self.collectives = Collectives(name, pool.agreement)
         self.needs = {kind: _Learned() for kind in (KEPT, DROPPED, AFTER, BACKWARD, REPLAY)}

@@ -14,16 +14,18 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from .. import errors
+from ..region import checked_pool
 from ..stores import OnHost, Store
 from .choice import Choice, Target, joined
 from .exhausted import planned_models
 from .libraries import CachesFromSnapshot, CheckpointingSwitch, NoCacheInTraining, other_checkpointing_inside, roots
 from .observe import Figures, watching
-from .plan import Plan
+from .plan import Plan, made_elastic
 from .report import Report, Row
 from .roles import inside
 from .sizes import BySize, Sizes
@@ -41,6 +43,9 @@ from .wrappers import (
     wrappers_on,
 )
 
+if TYPE_CHECKING:
+    from ..memory.elastic import Elastic
+
 
 class Applied:
     """A plan in a model.
@@ -51,12 +56,18 @@ class Applied:
         history: All the plans that were there, the first one first; `auto` may plan again (`first_steps.py`).
         first: Looks at the first calls of the regions.
         looking: What looks at the first steps; None without.
+        elastic: The memory that the plan's elastic regions share; None where no region is elastic.
     """
 
     def __init__(
-        self, model: nn.Module, plan: Plan, placed: list[ForwardWrapper | CheckpointingSwitch], first: FirstCalls
+        self,
+        model: nn.Module,
+        plan: Plan,
+        placed: list[ForwardWrapper | CheckpointingSwitch],
+        first: FirstCalls,
+        elastic: Elastic | None = None,
     ) -> None:
-        self.model = model
+        self.model, self.elastic = model, elastic
         self.looking: ForwardWrapper | None = None
         self.history: tuple[Plan, ...] = ()
         self._figures: list[Figures] | None = None
@@ -96,9 +107,9 @@ class Applied:
             plan = make()
             history = self.history
         finally:
-            made = apply(self.model, plan)
+            made = apply(self.model, plan, elastic=self.elastic if plan.choices else None)
             self.history = history
-            self._has(plan, made._placed, made.first)
+            self._has(made.plan, made._placed, made.first)
             self._figures = None
             for stack in self._open:
                 self._figures = stack.enter_context(watching(self._watched))
@@ -142,7 +153,9 @@ class Applied:
             mine = [number for number, one in enumerate(self._watched) if one.choice == choice]
             modules = [type(self._watched[number].module).__name__ for number in mine]
             rows.append(Row.of(choice, modules, [figures[number] for number in mine]))
-        return Report(tuple(rows), watched=self._figures is not None)
+        makes = [make for one in self._watched if isinstance(one, Region) for make in one.makes.values()]
+        elastic = None if self.elastic is None else self.elastic.report_on(makes)
+        return Report(tuple(rows), watched=self._figures is not None, elastic=elastic)
 
     def __repr__(self) -> str:
         regions = sum(not choice.offload for choice in self.plan.all_choices)
@@ -153,7 +166,9 @@ class Applied:
         return f"<plan applied to {type(self.model).__name__}: {state}{note}>"
 
 
-def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = None) -> Applied:
+def apply(
+    model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = None, elastic: Elastic | None = None
+) -> Applied:
     """Makes the regions and saved calls of a plan in a model, in place.
 
         handle = apply(model, RecomputeConfig(recompute_granularity="full", ...).plan(model))
@@ -168,13 +183,18 @@ def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = 
         model: The model, or the part of it that is on this rank.
         plan: Paths in it are those of `model.named_modules()`.
         stores: The store for each word that the plan's choices name. "host" is an `OnHost()` unless it is given here.
+        elastic: An `Elastic`: the plan's regions keep their activations while its memory lasts, and are recomputed
+            where it does not; the handle's plan says so. Without it the choices that are elastic in the plan share an
+            `Elastic("fit")`. Not elastic are what is offloaded, and regions whose inputs are sharded over ranks, since
+            all ranks gather them in one order. A copy of the model shares the memory; a pickle begins with a new one.
 
     Returns:
         A handle; its `remove()` undoes it.
 
     Raises:
         ArgumentError: The model lacks a module that the plan names, or has another one there; it has a plan already, or
-            another checkpoint inside; one module is under two of the paths; a store is missing, or not used.
+            another checkpoint inside; one module is under two of the paths; a store is missing, or not used; or no
+            region of the plan can be elastic.
     """
     if not isinstance(model, nn.Module) or not isinstance(plan, Plan):
         raise errors.ArgumentError(not_applicable(model, plan))
@@ -185,7 +205,9 @@ def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = 
         )
     modules = dict(model.named_modules(remove_duplicate=False))
     _check_modules(model, modules, plan)
-    placement = _Placement(model, modules, plan, _stores(plan, stores or {}))
+    places = _stores(plan, stores or {})
+    plan, elastic = _elastic(plan, places, elastic)
+    placement = _Placement(model, modules, plan, places, elastic)
     for choice in plan.all_choices:
         placement.add(choice)
     for choice in plan.all_choices:
@@ -194,7 +216,34 @@ def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = 
     for one in placed:
         one.put()
     planned_models[model] = plan
-    return Applied(model, plan, placed, placement.first)
+    return Applied(model, plan, placed, placement.first, elastic)
+
+
+def _elastic(plan: Plan, stores: Mapping[str, Store | None], memory: Elastic | None) -> tuple[Plan, Elastic | None]:
+    """The plan with the regions that are elastic, and the memory that they share; None where none is."""
+    gathered = {word for word, store in stores.items() if type(store).__name__ == "ShardedOver"}
+    if memory is not None:
+        checked_pool(memory)
+        plan = made_elastic(plan, gathered)
+    elastic = [choice for choice in plan.all_choices if choice.elastic]
+    if memory is not None and plan.choices and not elastic:
+        raise errors.ArgumentError(
+            f"apply(elastic=) makes no region of this plan elastic: {plan.choices[0]}, and likewise the rest. What is "
+            "offloaded is not recomputed, and inputs that are sharded are gathered by all ranks in one order.\n"
+            "  Leave elastic out, or keep inputs where they are: Choice(paths), without store and offload."
+        )
+    wrong = next((choice for choice in elastic if choice.store in gathered), None)
+    if wrong is not None:
+        raise errors.ArgumentError(
+            f"the plan says: {wrong}. Whether it is recomputed depends on the memory of one rank then, and all ranks "
+            "have to gather its inputs, in one order.\n"
+            "  Leave elastic=True out of this choice, or its store."
+        )
+    if elastic and memory is None:
+        from ..memory.elastic import Elastic
+
+        memory = Elastic("fit")
+    return plan, memory if elastic else None
 
 
 def _check_modules(model: nn.Module, modules: Mapping[str, nn.Module], plan: Plan) -> None:
@@ -220,9 +269,15 @@ class _Placement:
     """The wrappers that a plan puts around the modules of a model, collected before any of them is put there."""
 
     def __init__(
-        self, model: nn.Module, modules: Mapping[str, nn.Module], plan: Plan, stores: Mapping[str, Store | None]
+        self,
+        model: nn.Module,
+        modules: Mapping[str, nn.Module],
+        plan: Plan,
+        stores: Mapping[str, Store | None],
+        memory: Elastic | None,
     ) -> None:
         self._model, self._modules, self._plan, self._stores = model, modules, plan, stores
+        self._memory = memory
         self._sizes, self.first = Sizes(plan), FirstCalls(plan)
         self._regions: list[Region] = []
         self._paths: dict[tuple[int, int, str], str] = {}
@@ -242,6 +297,7 @@ class _Placement:
             else:
                 region = (NamedCalls if Target(path).calls else Region)(module, path, choice, store)
             region.when, region.first = self._sizes.when([choice]), self.first
+            region.memory = self._memory if choice.elastic else None
             within = ((joined(path, keep.module) if keep.module else "", keep.calls) for keep in choice.kept)
             there = self._modules
             region.kept = [(there[at] if at else None, kind) for at, kind in within if not at or at in there]

@@ -12,8 +12,9 @@ nothing else in the package takes it apart.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 PRODUCT, DOWN, MATMUL, ATTENTION, VALUES_UNUSED = "product", "down", "matmul", "attention", "values_unused"
 REDUCTION, COLLECTIVE = "reduction", "collective"
@@ -35,6 +36,8 @@ KINDS: Mapping[str, tuple[str, str]] = {
     COLLECTIVE: ("collectives", "reductions, and all-gather"),
 }
 """The kinds of calls that a region may keep: what is kept, in a word, and what they are."""
+RECOMPUTED = "recomputed"
+SHORT = f"{RECOMPUTED} when memory is short"
 _WHERE = {"host": "in host memory", "sharded": "sharded over ranks"}
 
 
@@ -79,6 +82,8 @@ class Choice:
             a store that `apply` is given.
         nested: Of several modules: whether each is a region of its own in the replay of them all. Then one of them at
             a time is whole, and of the others only the inputs, for which all but the last run once more.
+        offload: Whether nothing is recomputed: what the module, or calls in it, save for backward is in the store.
+        elastic: Whether the region keeps its activations while memory lasts, and is recomputed where it does not.
     """
 
     paths: tuple[str, ...]
@@ -88,6 +93,7 @@ class Choice:
     store: str = ""
     nested: bool = False
     offload: bool = False
+    elastic: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "paths", tuple(map(Target, self.paths)))
@@ -114,7 +120,13 @@ class Choice:
         kept = f", but not {', '.join(self.keep)}" if self.keep else ""
         carried = ", decisions carried" if self.carry else ""
         stored = f", inputs {stored_in(self.store)}" if self.store else ""
-        return f"recompute {where or 'the model'}{again}{kept}{carried}{stored}{asked}"
+        what = f"{where or 'the model'} {SHORT}" if self.elastic else f"recompute {where or 'the model'}"
+        return f"{what}{again}{kept}{carried}{stored}{asked}"
+
+
+def written(fields: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """The fields of a dataclass as a JSON object, for `dataclasses.asdict`; `elastic` is there where it is true."""
+    return {name: value for name, value in fields if value or name != "elastic"}
 
 
 def stored_in(word: str) -> str:

@@ -14,9 +14,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import shlex
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
@@ -39,6 +41,7 @@ from .units import find_units
 
 T = TypeVar("T")
 HOST, SHARDED = "host", "sharded"
+FILES = (".json", ".yaml", ".yml")
 # A switch, and the fields that are looked at only when it is on.
 BELONGING = {
     "fine_grained_activation_offloading": (
@@ -710,3 +713,69 @@ def _check_frees(model: nn.Module, placed: Sequence[Choice], args: tuple[Any, ..
             f"bytes are kept for backward with it and {plain:,} without.{why}{others}\n"
             "  Leave it out, or place it around more: what a region keeps is its input."
         )
+
+
+# --- configurations in one word ---
+
+Policy = Plan | RecomputeConfig | str | Mapping[str, Any]
+
+
+def _refuse(policy: object) -> NoReturn:
+    raise errors.ArgumentError(
+        f"{errors.say(policy)} does not say what to recompute.\n"
+        '  Write "full" (every layer), "full:2" (two layers as one region), "block:3" (the first three layers), labels '
+        'such as "core_attn,mlp", the path of a .json or .yaml file, Megatron\'s flags, or "none"; or pass a Plan or a '
+        "RecomputeConfig."
+    )
+
+
+def plan_of(policy: Policy, model: nn.Module) -> Plan:
+    """Makes the plan that a policy means in a model.
+
+        "none"                   nothing
+        "full", "full:2"         every layer; two layers as one region
+        "block:3"                the first three layers
+        "selective"              Megatron's default: the label `core_attn`
+        "core_attn,mlp"          labels, module paths or patterns of paths
+        "plan.json"              a file: a plan that was saved, or Megatron's fields in JSON or YAML
+        "--recompute_granularity full ..."    Megatron's flags
+
+    All but a saved plan are a `RecomputeConfig`, and its checks are the only checks.
+
+    Args:
+        policy: A plan, settings, a string as above, or a mapping of settings.
+        model: The model that it is for.
+
+    Raises:
+        ArgumentError: It is none of these, or cannot be met by this model.
+    """
+    if isinstance(policy, Plan):
+        return policy
+    if isinstance(policy, RecomputeConfig):
+        return policy.plan(model)
+    if isinstance(policy, Mapping):
+        return RecomputeConfig.from_dict(policy).plan(model)
+    if not isinstance(policy, str):
+        _refuse(policy)
+    policy = policy.strip()
+    word, _, number = policy.partition(":")
+    if word.startswith("--"):
+        return RecomputeConfig.from_args(shlex.split(policy)).plan(model)
+    if policy.endswith(FILES):
+        text = Path(policy).read_text(encoding="utf-8") if Path(policy).is_file() else ""
+        if policy.endswith(".json") and '"choices"' in text:
+            return Plan.from_json(text)
+        return RecomputeConfig.from_file(policy).plan(model)
+    if policy == "none":
+        return Plan(source="none")
+    fields: dict[str, Any] = {"recompute_granularity": SELECTIVE}
+    if word in ("full", "block"):
+        if (number and not number.isdecimal()) or (word == "block" and not number):
+            _refuse(policy)
+        method = UNIFORM if word == "full" else BLOCK
+        fields = {"recompute_granularity": FULL, "recompute_method": method, "recompute_num_layers": int(number or 1)}
+    elif policy != "selective":
+        fields["recompute_modules"] = [label.strip() for label in policy.split(",")]
+        if not all(fields["recompute_modules"]):
+            _refuse(policy)
+    return RecomputeConfig(**fields).plan(model)

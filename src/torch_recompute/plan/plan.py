@@ -14,14 +14,14 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
 from .. import errors
 from .._text import counted, explained, listed, shown, table
 from ..memory.loop import COMMON, NOT_COUNTED, Loop
-from .choice import KINDS, Choice, Target
+from .choice import KINDS, RECOMPUTED, SHORT, Choice, Target, written
 from .labels import notes
 
 VERSION = 1
@@ -33,6 +33,8 @@ WORDS: Mapping[str, str] = {
     "at the peak": "the most bytes alive at one moment of the step, with the plan and without recomputation: "
     "parameters, gradients, optimizer state, batch, output and activations",
     "slower": "what recomputation adds to the time of the step",
+    SHORT: "a region that keeps its activations while memory lasts and is recomputed where it does not; peak and "
+    "time are those of a step in which all of them are recomputed",
     "recomputed": "a region: its activations are dropped in forward and computed again in backward, when one is first "
     "needed. `mlp recomputed`: that part of each layer; `norm with mlp recomputed`: both parts as one region",
     "in host memory": "what leaves the device until backward needs it",
@@ -73,6 +75,7 @@ CHOICE_WORDS: Mapping[str, str] = {
     "regions": "a region: the activations of a module are dropped in forward and computed again in backward, when one "
     "is first needed",
     "recompute": "the module that is a region; `a to b`: several that are recomputed together as one",
+    SHORT: "a region that keeps its activations while memory lasts, and is recomputed where it does not",
     "then each again": WORDS["then each again"],
     "but not": "calls inside that do not run again: their results are kept",
     "decisions carried": "which experts tokens go to is taken from the forward, not decided again",
@@ -172,13 +175,14 @@ class Prediction:
 
     def summary(self, choices: Sequence[Choice]) -> str:
         """One sentence on the step under some choices: its peak, its time, and what is recomputed."""
-        peak = f"{errors.brief(self.peak_bytes, self.plain_peak_bytes)} at the peak"
+        elastic = any(choice.elastic for choice in choices)
+        peak = f"{'at least ' * elastic}{errors.brief(self.peak_bytes, self.plain_peak_bytes)} at the peak"
         peak += f" ({self.uncounted})" if self.uncounted else ""
         if not choices and not self.replay_flops:
             return f"{peak}, and nothing is recomputed"
         hosted = f", {errors.brief(self.host_bytes)} in host memory" if self.host_bytes else ""
         more = self.step_seconds / self.plain_step_seconds - 1 if self.plain_step_seconds else 0.0
-        slower = f"{100 * abs(more):.1f} % {'faster' if more < 0 else 'slower'}"
+        slower = "up to " * elastic + f"{100 * abs(more):.1f} % {'faster' if more < 0 else 'slower'}"
         if not choices:
             return f"{peak}, {slower}, operations of the compiled graph recomputed"
         moved = [line for line in self.lines if line.what.startswith(OFFLOADED)]
@@ -188,7 +192,8 @@ class Prediction:
         kinds = {target.calls for choice in choices for target in choice.kept}
         words = [word for kind, (word, _) in KINDS.items() if kind in kinds and word]
         kept = listed(words + ["modules"] * ("" in kinds))
-        layers = f"{parts}{of} of {all_of} layers recomputed" if all_of else f"{counted(len(choices), 'region')}"
+        layers = f"{parts}{of} of {all_of} layers" if all_of else counted(len(choices), "region")
+        layers += f" {SHORT}" if elastic else f" {RECOMPUTED}" * bool(all_of)
         said = f"{peak}{hosted}, {slower}, {layers}" + (f" ({kept} kept)" if kept else "")
         return said + (f", {away} offloaded" if away else "")
 
@@ -382,16 +387,16 @@ class Plan:
 
         As in `diff`, the source does not count.
         """
-        data: list[Any] = [VERSION, [dataclasses.asdict(choice) for choice in self.choices]]
-        data += [[size.shape, [dataclasses.asdict(choice) for choice in size.choices]] for size in self.sizes]
+        data: list[Any] = [VERSION, list(map(_written, self.choices))]
+        data += [[size.shape, list(map(_written, size.choices))] for size in self.sizes]
         data += [self.graph_bytes] if self.graph_bytes is not None else []
         return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     def to_json(self) -> str:
         """The plan as JSON text; `from_json` reads it."""
-        data = {"version": VERSION, **dataclasses.asdict(dataclasses.replace(self, profile=None))}
-        written = ("version", "source", "choices", *(name for name in _OPTIONAL if data[name]))
-        return json.dumps({name: data[name] for name in written}, indent=1)
+        data = {"version": VERSION, **_written(dataclasses.replace(self, profile=None))}
+        names = ("version", "source", "choices", *(name for name in _OPTIONAL if data[name]))
+        return json.dumps({name: data[name] for name in names}, indent=1)
 
     @staticmethod
     def from_json(text: str) -> Plan:
@@ -437,10 +442,38 @@ def _check(choices: tuple[Choice, ...]) -> None:
             refuse(f"nested=True is for several modules, and {choice.paths[0]!r} is one")
         if choice.offload and (len(choice.paths) > 1 or choice.keep or choice.carry):
             refuse(f"{choice!r} offloads, which is said of one path, without keep= and carry=")
+        if choice.offload and choice.elastic:
+            refuse(f"{choice!r} offloads, so nothing is recomputed, and elastic=True is of what is")
         calls = next((path for path in choice.paths if Target(path).calls), None)
         if calls is not None and (len(choice.paths) > 1 or any(word.module or not word for word in choice.kept)):
             refuse(f"{calls!r} are calls, which cannot be grouped with others and hold no modules to keep")
         seen.update(choice.paths)
+
+
+_written = functools.partial(dataclasses.asdict, dict_factory=written)
+
+
+def made_elastic(plan: Plan, but: Container[str] = ()) -> Plan:
+    """The plan with elastic regions, but those whose inputs are in certain stores; what it says of layers, too."""
+
+    def regions(choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
+        fixed = [choice.offload or choice.store in but for choice in choices]
+        return tuple(c if stays else replace(c, elastic=True) for c, stays in zip(choices, fixed, strict=True))
+
+    def said(prediction: Prediction | None) -> Prediction | None:
+        if prediction is None:
+            return None
+        lines = [replace(line, what=_short(line.what)) for line in prediction.lines]
+        return replace(prediction, lines=tuple(lines))
+
+    sizes = [SizeClass(size.shape, regions(size.choices), said(size.prediction)) for size in plan.sizes]
+    return replace(plan, choices=regions(plan.choices), prediction=said(plan.prediction), sizes=tuple(sizes))
+
+
+def _short(what: str) -> str:
+    if what == NOT_RECOMPUTED or SHORT in what:
+        return what
+    return what.replace(RECOMPUTED, SHORT)
 
 
 def fits(shape: tuple[int, ...], size: tuple[int, ...]) -> bool:

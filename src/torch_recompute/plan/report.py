@@ -12,11 +12,15 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from .._text import grouped, shown, starred, table
-from .choice import Choice, Target
+from .choice import Choice, Target, written
 from .observe import Figures
 from .plan import MIB
+
+if TYPE_CHECKING:
+    from ..memory.elastic import ElasticReport
 
 WORTH = 0.01
 
@@ -72,10 +76,12 @@ class Report:
     Attributes:
         rows: The rows.
         watched: Whether any step was watched; if not, there are no figures.
+        elastic: What the elastic regions did in all steps, and how near the limit was; None where there are none.
     """
 
     rows: tuple[Row, ...]
     watched: bool = True
+    elastic: ElasticReport | None = None
 
     @property
     def saved_bytes(self) -> int:
@@ -129,6 +135,14 @@ class Report:
         return ""
 
     def __str__(self) -> str:
+        if self.elastic is None:
+            return self._figures()
+        always = [str(row.choice) for row in self.rows if not row.choice.elastic]
+        groups = grouped(always, starred).items()
+        lines = [str(self.elastic), *(f"in every step: {what if len(same) > 1 else same[0]}" for what, same in groups)]
+        return "\n".join(lines + [self._figures()] * self.watched)
+
+    def _figures(self) -> str:
         lines = [("dropped MiB", "replay ms", "GFLOP", "replays", "", "region")]
         for rows in grouped(self.rows, _look).values():
             first, remark = rows[0], self.remark(rows[0])
@@ -152,13 +166,16 @@ class Report:
 
     def to_json(self) -> str:
         """The report as JSON text: one object per row, bytes as integers, seconds as numbers."""
-        rows = [{**dataclasses.asdict(row), "remark": self.remark(row)} for row in self.rows]
-        totals = {
+        rows = [{**dataclasses.asdict(row, dict_factory=written), "remark": self.remark(row)} for row in self.rows]
+        totals: dict[str, Any] = {
             "watched": self.watched,
             "saved_bytes": self.saved_bytes,
             "moved_bytes": self.moved_bytes,
             "seconds": self.seconds,
         }
+        if self.elastic is not None:
+            regions = [region._asdict() for region in self.elastic.rows]
+            totals["elastic"] = {**self.elastic._asdict(), "seconds": self.elastic.seconds, "rows": regions}
         return json.dumps({**totals, "rows": rows}, indent=1)
 
 

@@ -35,9 +35,9 @@ from .._torch import tracing
 from .._torch.modes import transforming
 from .._torch.storages import is_fake
 from ..engine.discard import Discard
-from ..engine.region_call import Options
+from ..engine.region_call import Options, RegionCall
 from ..observer import here, observing
-from ..region import keep, recompute, run, trace
+from ..region import Pool, keep, run, trace
 from ..stores import Store
 from ..values import Overrides, thread
 from . import traced
@@ -217,6 +217,8 @@ class Region(ForwardWrapper):
         disabled: Whether it is a plain call, because the model's own checkpointing switch was turned off.
         figures: What it drops and costs, while it is watched; else None.
         first: Looks at its first call in training, then None.
+        memory: What it shares with other elastic regions; None where it is recomputed in every step.
+        makes: What makes the calls of an elastic region, and of regions within it.
         kept: What is not recomputed in it, as `torch.compile` is told.
     """
 
@@ -232,19 +234,44 @@ class Region(ForwardWrapper):
         self.disabled = False
         self.figures: Figures | None = None
         self.first: FirstCalls | None = None
+        self.memory: Pool | None = None
+        self.makes: dict[str, Callable[..., RegionCall]] = {}
         self.kept: Sequence[traced.Kept] = ()
 
     def put(self) -> None:
         """Takes the place of the module's forward."""
         super().put()
         self._contexts = self._tags()
+        self.make()
+
+    def make(self, within: str = "") -> Callable[..., RegionCall] | None:
+        """Returns what makes the calls of an elastic region, or of one `within` it; None where it is not elastic.
+
+        One that is put there again has what was learned of it. A simulated step keeps nothing: that is its floor.
+        """
+        if self.memory is not None and within not in self.makes:
+            if any(map(is_fake, self.module.parameters())):
+                self.memory = None
+            else:
+                name = f"{self.name}, {within}" if within else self.name
+                self.makes[within] = self.memory.calls(self.module, name, self.choice)
+        return self.makes.get(within)
+
+    def _options(self) -> Options:
+        return Options(self.name, self.store, owner=self.owner, make=self.make())
+
+    def _on(self, module: nn.Module) -> ForwardWrapper:
+        """The same on a replica, whose device is another one: it is recomputed in every step."""
+        made: Any = super()._on(module)
+        made.memory, made.makes = None, {}
+        return made
 
     def _tags(self, first: bool | None = None) -> tracing.Contexts | None:
         words = f"{self.choice.keep} {self._carry}"
         return traced.contexts(self.module, self.kept, self._carry, words, first)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_contexts": None}  # of this module, not of a copy
+        return {**self.__dict__, "_contexts": None, "makes": {}}  # of this module, not of a copy
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -256,7 +283,7 @@ class Region(ForwardWrapper):
             return self.plain(*args, **kwargs)
         if torch.compiler.is_compiling():
             return self.traced(self.plain, args, kwargs, self)
-        options = Options(self.name, self.store, owner=self.owner)
+        options = self._options()
         fn = self.plain if self._bare else self.body
         if self.first is not None and torch.is_grad_enabled():
             return self.first.run(self, options, fn, args, kwargs)
@@ -271,7 +298,8 @@ class Region(ForwardWrapper):
         """Calls a function as the region does, where `torch.compile` traces it; `region` is called where it cannot."""
         if not torch.is_grad_enabled():
             return fn(*args, **kwargs)
-        return trace(Options(self.name, self.store), fn, args, kwargs, self._contexts, region)
+        make = None if self.memory is None else RegionCall  # what is said of any elastic region
+        return trace(Options(self.name, self.store, make=make), fn, args, kwargs, self._contexts, region)
 
     def changed(self) -> str:
         """Text for a replay that came out otherwise because the plan was taken out meanwhile; "" if it was not."""
@@ -334,7 +362,8 @@ class NamedCalls(Region):
         def body(*args: Any, **kwargs: Any) -> Any:
             return self.run(fn, args, kwargs)
 
-        return self.watched(recompute(body, name=self.path, inputs=self.store))
+        options = Options(self.path, self.store, make=self.make())
+        return self.watched(lambda *args, **kwargs: run(options, body, args, kwargs))
 
 
 class Listed(NamedTuple):
@@ -452,7 +481,7 @@ class ChainedRegion(Region):
         """Runs in forward, and again in a replay; of nested members, as a region in that replay."""
         if not self.choice.nested or thread.run is None:
             return super().body(*args, **kwargs)
-        return recompute(super().body, name=self.path)(*args, **kwargs)
+        return run(Options(self.path, make=self.make("nested")), super().body, args, kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module as a region whose result the next member rebuilds."""
@@ -466,7 +495,7 @@ class ChainedRegion(Region):
             result = super().__call__(*args, **kwargs)
         else:
             begin = Discard if self.figures is None else self.watched(Discard)
-            call = begin(Options(self.path, self.store, owner=self.owner), self.body, args, kwargs)
+            call = begin(self._options(), self.body, args, kwargs)
             result = call.result
             self._chain.waiting = call
         if before is not None:

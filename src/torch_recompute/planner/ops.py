@@ -61,6 +61,11 @@ class Op:
         return sum(meta.bytes for meta in metas((self.args, self.kwargs, self.results)))
 
     @property
+    def read(self) -> Iterator[Meta]:
+        """The tensors that it reads."""
+        return metas((self.args, self.kwargs))
+
+    @property
     def all_flops(self) -> int:
         """The FLOPs, those of the CPU's fused attention too, which PyTorch does not count.
 

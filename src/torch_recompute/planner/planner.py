@@ -35,14 +35,14 @@ from ..plan.plan import Plan
 from ..plan.roles import inside
 from ..plan.wrappers import described
 from ..simulation import Moment, Simulation, simulate_step
-from ..training_step import ALONE, MakeOptimizer, TrainingStep, loss_of
+from ..training_step import ALONE, TrainingStep, loss_of
 from .candidates import Guess, SegmentRecord, guesses, offloads, record
 from .clock import Clocked, Scale, clock, obstacle
 from .cost import Costs, Host, Kind, Option, Point, Segment, Solution, begins, highest_points, kinds_for_all, simplicity
 from .hosts import HostApart, limit_of, link_of, waited
 from .known import known
 from .ops import Op, op_of
-from .prices import Measured, Overhead, prices_for
+from .prices import Measured, Overhead, prices_for, seconds_of
 from .profile import Profile
 from .segments import CapturedCall, capture, group, regions, spans
 from .sent import Sent, overlapped, sent
@@ -91,8 +91,11 @@ class Planner:
         plain = tuple(self._ways[kind].options[0] for kind in self._kinds)
         # Costs that are taken too high may not see that it fits.
         self._without = Solution(plain, self.plain.peak_bytes, 0.0, "no regions are needed")
+        self.optimizer_seconds, seconds = seconds_of(self.known.ran, self.price, step.loop.accumulate)
         self._hidden: dict[str, float] = {}
-        self.optimizer_seconds, seconds = self._step_seconds()
+        if self.known.order:
+            once, self._hidden = overlapped(self.known.order, self.price)
+            seconds = step.loop.accumulate * once + self.optimizer_seconds
         self.costs = self._calibrated(self.plain, plain, seconds, None)
         self._timing = ""
         if isinstance(self.price, Measured):
@@ -105,15 +108,6 @@ class Planner:
             captured = self._captured
             self.known.segments = captured.paths, captured.kinds, captured.routers, captured.autocast
         return self.known.segments
-
-    def _step_seconds(self) -> tuple[float, float]:
-        """Seconds of the optimizer's step, and of all of the step without recomputation."""
-        prices = [(phase, self.price(op) * count) for (phase, op), count in self.known.ran.items()]
-        optimizer = sum(seconds for phase, seconds in prices if phase == "optimizer")
-        once = sum(seconds for _, seconds in prices) - optimizer
-        if self.known.order:
-            once, self._hidden = overlapped(self.known.order, self.price)
-        return optimizer, self.step.loop.accumulate * once + optimizer
 
     @property
     def sent(self) -> tuple[Sent, ...]:
@@ -201,10 +195,15 @@ class Planner:
         """The smallest peak by the costs, from which a share of the activation memory begins; `least` is simulated."""
         return min(smallest(self.costs).peak_bytes, self.plain.peak_bytes)
 
-    def peak_with(self, plan: Plan, optimizer: MakeOptimizer) -> int:
-        """The peak of the step under a plan with another optimizer, simulated."""
-        step = replace(self.step, optimizer=optimizer)
-        return simulate_step(step, prepare=partial(apply, plan=plan)).peak_bytes
+    @property
+    def least_plan(self) -> Plan:
+        """The plan with the smallest peak, without a prediction."""
+        return self._plan_of(self.least[0])
+
+    @cached_property
+    def leanest(self) -> Plan:
+        """The plan that keeps the fewest bytes for backward, whatever else holds the peak."""
+        return self._plan_of(smallest(replace(self.costs, points=(), turn_bytes=10 * self.plain.peak_bytes)))
 
     def curve(self, budget: int, most: int) -> list[Plan]:
         """Plans whose predicted peaks are above a budget, from the one next to it to that without regions."""

@@ -24,7 +24,7 @@ import functools
 import hashlib
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
@@ -229,6 +229,20 @@ def prices_for(step: TrainingStep, device: torch.device) -> Roofline | Measured:
     """
     real = any(parameter.device.type == device.type for parameter in step.model.parameters())
     return step.where.roofline or (Measured(device) if real else roofline_of(device))
+
+
+def seconds_of(ran: Mapping[tuple[str, Op], int], price: Callable[[Op], float], accumulate: int) -> tuple[float, float]:
+    """Seconds of the optimizer's step and of a whole step, from how often each operation ran in each phase.
+
+    Args:
+        ran: The counts, in one of the forwards and backwards that are accumulated.
+        price: Gives the seconds of an operation.
+        accumulate: How many there are before the optimizer's step.
+    """
+    prices = [(phase, price(op) * count) for (phase, op), count in ran.items()]
+    optimizer = sum((seconds for phase, seconds in prices if phase == "optimizer"), 0.0)
+    once = sum(seconds for _, seconds in prices) - optimizer
+    return optimizer, accumulate * once + optimizer
 
 
 def roofline_of(device: torch.device) -> Roofline:

@@ -44,7 +44,7 @@ def plan_sizes(
 ) -> Plan:
     """The plan for calls of several sizes; see `make_plan`."""
     if not isinstance(sizes, str):
-        return _plan_each(step, calls_of(sizes, step), budget, offload)
+        return plan_calls(step, calls_of(sizes, step), budget, offload)
     if sizes != "all":
         raise errors.ArgumentError(
             f"sizes={sizes!r} is not a choice of sizes.\n"
@@ -75,7 +75,7 @@ def calls_of(examples: Sequence[Batch | int], step: TrainingStep) -> list[Call]:
     return [call_of("make_plan", step.model, example, step.kwargs) for example in examples]
 
 
-def _plan_each(step: TrainingStep, calls: Sequence[Call], budget: Budget | Limit, offload: bool | int | str) -> Plan:
+def plan_calls(step: TrainingStep, calls: Sequence[Call], budget: Budget | Limit, offload: bool | int | str) -> Plan:
     """The plan for some calls, from small to large."""
     names = parameters(step.model)
     shapes = [size_of(names, *call) or () for call in calls]
@@ -113,7 +113,7 @@ def _plan_all(step: TrainingStep, budget: Budget | Limit, offload: bool | int | 
     curve = top.curve(allowed, MOST) if largest.choices else []
     found = {longest(partial(fits, plan), lengths.length) for plan in curve}
     calls = [lengths(length) for length in sorted(found) if length]
-    smaller = _plan_each(step, calls, allowed, offload) if calls else Plan()
+    smaller = plan_calls(step, calls, allowed, offload) if calls else Plan()
     last = SizeClass(size_of(names, *step.call) or (), largest.choices, largest.prediction)
     return replace(largest, sizes=(*smaller.sizes, last))
 
@@ -134,19 +134,25 @@ def _no_sequence(given: str) -> str:
 class Lengths:
     """One call at other lengths than its own, given the names of the model's arguments in their order.
 
+    Attributes:
+        dim: The dimension of the first tensor that is the length.
+        length: The length of the call.
+
     Raises:
         ArgumentError: It cannot be told where the sequence is.
     """
+
+    dim = 1
 
     def __init__(self, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._call = args, kwargs
         shape = size_of(names, args, kwargs)
         if shape is None:
             raise errors.ArgumentError(_no_sequence("no tensor"))
-        if len(shape) not in (2, 3) or 0 in shape:
+        if 0 in shape or (self.dim and len(shape) not in (2, 3)):
             raise errors.ArgumentError(_no_sequence(f"a first tensor of shape {shape}"))
-        self.length = shape[1]
-        if shape.count(self.length) > 1:
+        self.length = shape[self.dim]
+        if self.dim and shape.count(self.length) > 1:
             raise errors.ArgumentError(_no_sequence(f"a first tensor of shape {shape}, in which it could be two"))
 
     def __call__(self, length: int) -> Call:

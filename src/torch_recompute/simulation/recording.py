@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from .. import errors
 from .._text import listed
 from .._torch.fakes import resizes
 from .._torch.flops import flops
-from ..memory.ledger import ACTIVATIONS, OTHER, Entry, Ledger, Place, leaves
+from ..memory.ledger import ACTIVATIONS, OTHER, Entries, Entry, Ledger, Place, leaves, storages
 from ..memory.measurement import Measurement
 from ..memory.operations import PHASES, ModuleStack, Operation, Seen, Storages
 from ..observer import observing
@@ -117,6 +117,12 @@ class Recording(SimulatedMeasurement):
         self._held = torch.UntypedStorage(nbytes, device="meta")
         self.here.mark(self._held, ACTIVATIONS, Place())
 
+    def name(self, path: str, held: object, rank: int) -> None:
+        """Counts the tensors of a parameter, or of its state, as of its path."""
+        for tensor in leaves(held):
+            for device, storage in storages(tensor):
+                self._ledgers[device].mark(storage, rank, Place(module=path, shape=tuple(tensor.shape)))
+
     def _book(self, ran: Operation) -> None:
         phase, module = self._modules.now()
         op, shape, count = ran.once(_described)
@@ -159,12 +165,13 @@ class Recording(SimulatedMeasurement):
         alive = ((entry, nbytes) for entry, nbytes in self.here.alive() if entry.rank == ACTIVATIONS)
         self.kept = [(entry, nbytes) for entry, nbytes in alive if self._held is None or entry() is not self._held]
 
-    def by_use(self, activations: Iterable[tuple[Entry, int]]) -> dict[str, int]:
+    def by_use(self, activations: Entries) -> dict[str, int]:
         """Bytes of activations, by what they are there for."""
-        kept = {id(entry) for entry, _ in self.kept}
+        kept, wide = ({id(entry) for entry, _ in some} for some in (self.kept, self.heads.wide(activations)[0]))
         sums = {"saved": 0, "loss": 0, "transient": 0}
         for entry, nbytes in activations:
-            use = "loss" if entry.place.phase == "loss" else "saved" if id(entry) in kept else "transient"
+            of_loss = entry.place.phase == "loss" or id(entry) in wide
+            use = "loss" if of_loss else "saved" if id(entry) in kept else "transient"
             use = SHARDING if entry.place.module.endswith(SHARDING) else use
             sums[use] = sums.get(use, 0) + nbytes
         return sums
@@ -219,14 +226,16 @@ class _Heads:
         again = place.phase == "replay"
         return frozenset(event for event, shape in self._products.items() if again and shape == place.shape)
 
-    def wide(self, activations: Iterable[tuple[Entry, int]]) -> tuple[list[int], int]:
-        """The bytes of each activation that has as many elements as the result of a head before it, and their width."""
-        found: list[tuple[int, int]] = []
+    def wide(self, activations: Entries) -> tuple[Entries, int]:
+        """The activations that have as many elements as the result of a head before them, and its width."""
+        found: Entries = []
+        width = 0
         for entry, nbytes in activations:
             shapes = [self._products[event] for event in self._of.get(entry.place.event, frozenset()) - self._consumed]
             if any(math.prod(entry.place.shape) >= math.prod(shape) for shape in shapes):
-                found.append((nbytes, max(shape[-1] for shape in shapes)))
-        return [nbytes for nbytes, _ in found], max((width for _, width in found), default=0)
+                found.append((entry, nbytes))
+                width = max(width, *(shape[-1] for shape in shapes))
+        return found, width
 
 
 class Unknown(NamedTuple):

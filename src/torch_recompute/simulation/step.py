@@ -30,7 +30,7 @@ from .._torch.compiler import uncompiled
 from .._torch.fakes import FakeTensorMode
 from ..devices import Roofline
 from ..memory.batch import Batch
-from ..memory.ledger import ACTIVATIONS, Block, Entry, Place, Sample, blocks_of, by_category
+from ..memory.ledger import ACTIVATIONS, OPTIMIZER, PARAMETERS, Block, Entry, Place, Sample, blocks_of, by_category
 from ..memory.loop import Loop
 from ..memory.measurement import Reading
 from ..memory.operations import ModuleStack
@@ -297,6 +297,8 @@ class _SimulatedStep:
     def _track_what_is_there(self) -> int:
         """Counts the model, the batch and what cuBLAS keeps; returns the bytes of the batch."""
         first = self._first
+        for path, weight in self._model.named_parameters():
+            first.name(path, weight, PARAMETERS)
         first.track(self._model)
         before = first.here.live
         first.track(*_torch.tensors_in(self._call))
@@ -338,6 +340,8 @@ class _SimulatedStep:
             optimizer.step()
         second = self._recording()
         second.go_on_from(self._first, "optimizer")
+        for path, weight in self._model.named_parameters():
+            second.name(path, optimizer.state.get(weight), OPTIMIZER)
         second.track(self._model, optimizer)
         second.state_bytes = second.on(self._device).live_by_category["optimizer"]
         with self._pretend, second:
@@ -428,7 +432,8 @@ class _StepFigures:
         """Returns all figures, given those of the end, and what was assumed of values."""
         first, peak = self._parts[0], self.peak
         activations = [(entry, nbytes) for entry, nbytes in self._alive if entry.rank == ACTIVATIONS]
-        wide, width = first.heads.wide(activations)
+        entries, width = first.heads.wide(activations)
+        wide = [nbytes for _, nbytes in entries]
         of_kernels, words = self._uncounted()
         return Simulation(
             device=first.device,

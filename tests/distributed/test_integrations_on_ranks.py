@@ -93,7 +93,7 @@ def automodel(way: Any) -> Found:
 
 
 def lower(ranks: Any, scenario: Any, *others: Any) -> list[Any]:
-    """Asserts the law of a door on every rank, and returns what the plan and other ways found on the first."""
+    """Asserts the law of an integration on every rank, and returns what the plan and other ways found on the first."""
     found = ranks.run(all_ways, scenario, (False, "plan", *others))
     for (expected, before), (weights, peak), *_ in found:
         assert weights.keys() == expected.keys()

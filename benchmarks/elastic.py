@@ -1,0 +1,371 @@
+"""Claim: elastic regions keep a limit that plain steps break, for 2 % in steps that fit and 9 % in those that do not.
+
+Three runs, each under an allocator that raises `torch.OutOfMemoryError` beyond a limit (tests/support/limited.py, which
+is compiled by g++), the gradients of each step compared with plain's as bits:
+
+    lengths   a transformer of 8 layers with dropout, one sequence of 64 to 1024 tokens a step, log-normal around 256.
+              Plain, torch's checkpoint around each layer, a plan for the longest, a plan with 11 sizes, and elastic.
+    routed    layers that work on as many tokens as their input says: 60 steps, of sizes that no one knows beforehand.
+    1F1B      12 microbatches through 8 layers, 4 in flight, backward of the oldest first: replays, of 96 forwards. In
+              the first step 8 are of the layers' first calls; the goal is for the second.
+
+A limit is a share of the way from the peak with every layer recomputed to plain's, both of the longest step. Plain's
+times are taken without the limit; a step does not fit where its peak was above. CPU time, one thread, interleaved,
+medians over rounds; each round begins with a new pool, and with a step that is not timed: an elastic region is
+recomputed in its first call, whatever memory there is. Slack is 0 with lengths, 2 % in 1F1B, and 5 % (the default)
+where sizes are not known.
+
+    python benchmarks/elastic.py --rounds 3
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import hashlib
+import math
+import random
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from _measure import arguments, finish
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from torch_recompute import Elastic, apply, make_plan, recompute
+from torch_recompute.commands.small_models import VOCABULARY, Decoder, TransformerBlock, mlp, seeded
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from support.limited import Limited, limited
+
+LAYERS, SHORTEST, MEDIAN, LONGEST = 8, 64, 256, 1024
+STEPS = {512: 14, 256: 24}
+SHARES = 0.5, 0.2
+SIZES = [round(SHORTEST * (LONGEST / SHORTEST) ** (i / 10)) for i in range(11)]
+FITS, OVER = 0.02, 0.09
+"""What elastic may add to plain, in steps that fit and in those that do not, at width 512."""
+REPLAYS = {0.9: 11, 0.8: 22, 0.6: 39, 0.4: 58}
+"""1F1B: the most replays at each limit."""
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class Routed(nn.Module):
+    """A layer that works on the tokens whose score is above 0: [tokens, width] to the same."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.score, self.mlp = nn.LayerNorm(width), nn.Linear(width, 1), mlp(width)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Adds what the chosen tokens become."""
+        chosen = (self.score(x) > 0).flatten().nonzero().flatten()
+        return x.index_add(0, chosen, self.dropout(self.mlp(self.norm(x[chosen]))))
+
+
+class Stack(nn.Module):
+    """Layers one after the other, then the mean of the squares."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The loss."""
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def wrapped(model: nn.Module, wrap: Wrap) -> Any:
+    """A copy of a model that has the same weights, the forward of each of its layers wrapped."""
+    copied: Any = copy.deepcopy(model, {id(tensor): tensor for tensor in model.parameters()})
+    for layer in copied.layers:
+        layer.forward = wrap(layer.forward)
+    return copied
+
+
+def elastic(model: nn.Module, memory: Elastic) -> Any:
+    """A copy whose layers are elastic regions."""
+    return wrapped(model, lambda forward: recompute(forward, elastic=memory))
+
+
+def replays(memory: Elastic) -> int:
+    """Replays of all regions so far."""
+    return sum(row.replayed for row in memory.report().rows)
+
+
+def digest(model: nn.Module) -> str:
+    """The bits of all gradients."""
+    found = hashlib.sha256()
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            found.update(parameter.grad.numpy().data)
+    return found.hexdigest()
+
+
+class Runner:
+    """Runs steps under a limit; each leaves its CPU seconds, its peak and the bits of its gradients."""
+
+    def __init__(self, memory: Limited) -> None:
+        self.memory = memory
+        self.seconds, self.peak, self.bits = 0.0, 0, ""
+
+    def step(self, model: nn.Module, batch: torch.Tensor, seed: int, limit: int | None = None) -> bool:
+        """Runs forward and backward; returns whether memory sufficed."""
+        gc.collect()  # the copies of before
+        model.zero_grad(set_to_none=True)
+        torch.manual_seed(seed)
+        self.memory.reset_lap()
+        self.memory.limit = limit
+        start = time.process_time()
+        try:
+            model(batch).backward()
+        except torch.OutOfMemoryError:
+            return False
+        finally:
+            self.memory.limit = None
+        self.seconds, self.peak = time.process_time() - start, self.memory.lap()
+        self.bits = digest(model)
+        return True
+
+    def peak_of(self, model: nn.Module, batch: torch.Tensor) -> int:
+        """The peak of a second step."""
+        for seed in range(2):
+            self.step(model, batch, seed)
+        return self.peak
+
+    def limits(self, model: nn.Module, batch: torch.Tensor, shares: tuple[float, ...]) -> dict[float, int]:
+        """The limits at shares of the way from every layer recomputed to none."""
+        plain, least = self.peak_of(model, batch), self.peak_of(wrapped(model, recompute), batch)
+        return {share: round(least + share * (plain - least)) for share in shares}
+
+
+def text(length: int, seed: int) -> torch.Tensor:
+    """One sequence of tokens, and the one after its last."""
+    return torch.randint(VOCABULARY, (1, length + 1), generator=torch.Generator().manual_seed(seed))
+
+
+def lengths(steps: int) -> list[int]:
+    """Lengths of the steps: even quantiles of the distribution, shuffled."""
+    spread = statistics.NormalDist(math.log(MEDIAN), 0.7)
+    found = [round(math.exp(spread.inv_cdf((step + 0.5) / steps))) for step in range(steps)]
+    random.Random(0).shuffle(found)
+    return [max(SHORTEST, min(LONGEST, length)) for length in found]
+
+
+def length_rows(memory: Limited, width: int, steps: int, shares: tuple[float, ...], rounds: int) -> Iterator[Any]:
+    """Lengths of text: what each way adds to plain."""
+    run, lengths_of_steps = Runner(memory), lengths(steps)
+    model = seeded(lambda: Decoder(LAYERS, width, LONGEST, functools.partial(TransformerBlock.gpt, head=64)))
+    for share, limit in run.limits(model, text(LONGEST, 0), shares).items():
+        budget = limit - 2**20  # tensors that a step on a device would not have there, such as generators' states
+        plans = {
+            "a plan for the longest": make_plan(model, (text(LONGEST, 0),), budget=budget, hold_output=False),
+            "a plan with 11 sizes": make_plan(
+                model, (text(LONGEST, 0),), budget=budget, hold_output=False, sizes=[size + 1 for size in SIZES]
+            ),
+        }
+        taken: dict[str, list[list[float]]] = {}
+        failed: dict[str, int] = {}
+        over: list[bool] = []
+        for _ in range(rounds):
+            pool = Elastic(limit, slack=0.0, meter=memory)
+            ways: dict[str, Any] = {
+                "plain": wrapped(model, lambda forward: forward),
+                "torch's checkpoint": wrapped(
+                    model, lambda forward: functools.partial(checkpoint, forward, use_reentrant=False)
+                ),
+                **{name: wrapped(model, lambda forward: forward) for name in plans},
+                "elastic": elastic(model, pool),
+            }
+            handles = [apply(ways[name], plan) for name, plan in plans.items()]
+            over = []
+            for number, length in enumerate([MEDIAN, *lengths_of_steps]):
+                batch, names = text(length, number), [*ways][1:]
+                assert run.step(ways["plain"], batch, number)
+                seconds, bits = {"plain": run.seconds}, run.bits
+                over.append(run.peak > limit)
+                for name in names[number % len(names) :] + names[: number % len(names)]:
+                    fitted = run.step(ways[name], batch, number, limit)
+                    assert not fitted or run.bits == bits, f"{name}, step {number}: other gradients than plain"
+                    seconds[name] = run.seconds if fitted else math.nan
+                for name, value in seconds.items():
+                    taken.setdefault(name, [[] for _ in range(steps + 1)])[number].append(value)
+            for handle in handles:
+                handle.remove()
+        times = {name: [*map(statistics.median, each)][1:] for name, each in taken.items()}
+        over = over[1:]
+        failed = {name: sum(map(math.isnan, times[name])) for name in times} | {"plain": sum(over)}
+        for name in times:
+            row: dict[str, Any] = {"run": "lengths", "width": width, "share": share, "limit_bytes": limit}
+            row |= {"steps": steps, "long_steps": sum(over), "way": name, "out_of_memory": failed[name]}
+            for what, which in (("all", (True, False)), ("short", (False,)), ("long", (True,))):
+                pairs = [
+                    (mine, plain)
+                    for mine, plain, long in zip(times[name], times["plain"], over, strict=True)
+                    if long in which and not math.isnan(mine)
+                ]
+                row[what] = sum(mine for mine, _ in pairs) / sum(plain for _, plain in pairs) - 1 if pairs else None
+            yield row
+
+
+def routed_rows(memory: Limited, width: int, shares: tuple[float, ...], steps: int) -> Iterator[Any]:
+    """Sizes that no one knows beforehand: how many steps fail."""
+    run = Runner(memory)
+    torch.manual_seed(0)
+    model = Stack(*(Routed(width) for _ in range(LAYERS)))
+    drawn = torch.Generator().manual_seed(0)
+    # A common part of all tokens moves the scores of a step to one side or the other, in each layer by another amount.
+    batches = [torch.randn(512, width, generator=drawn) + 2 * torch.randn(width, generator=drawn) for _ in range(steps)]
+    wants = []
+    for number, batch in enumerate(batches):
+        run.step(model, batch, number)
+        wants.append((run.peak, run.bits))
+    largest = max(range(steps), key=lambda number: wants[number][0])
+    for share, limit in run.limits(model, batches[largest], shares).items():
+        pool = Elastic(limit, meter=memory)
+        layers, failed = elastic(model, pool), 0
+        for number, batch in enumerate(batches):
+            fitted = run.step(layers, batch, number, limit)
+            failed += not fitted
+            assert not fitted or run.bits == wants[number][1], f"step {number}: other gradients than plain"
+        rows = pool.report().rows
+        yield {
+            "run": "routed",
+            "share": share,
+            "limit_bytes": limit,
+            "steps": steps,
+            "plain_over": sum(peak > limit for peak, _ in wants),
+            "out_of_memory": failed,
+            "run_again": sum(row.run_again for row in rows),
+            "replays": replays(pool),
+        }
+
+
+class OldestFirst(Elastic):
+    """Memory that does not see that microbatches overlap."""
+
+    @property
+    def overlapping(self) -> bool:
+        """Never."""
+        return False
+
+    @overlapping.setter
+    def overlapping(self, found: bool) -> None:
+        pass
+
+
+def pipeline(run: Runner, model: nn.Module, limit: int | None, batches: list[torch.Tensor], in_flight: int) -> None:
+    """One step of a stage in 1F1B."""
+    gc.collect()
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(0)
+    run.memory.reset_lap()
+    run.memory.limit = limit
+    waiting: deque[torch.Tensor] = deque()
+    try:
+        for batch in batches:
+            waiting.append(model(batch))
+            if len(waiting) == in_flight:
+                waiting.popleft().backward()
+        while waiting:
+            waiting.popleft().backward()
+    finally:
+        run.memory.limit = None
+    run.peak, run.bits = run.memory.lap(), digest(model)
+
+
+def pipeline_rows(memory: Limited, width: int, microbatches: int, in_flight: int) -> Iterator[Any]:
+    """Overlapping microbatches: how many regions are replayed."""
+    run = Runner(memory)
+    model = seeded(lambda: Decoder(LAYERS, width, LONGEST, functools.partial(TransformerBlock.gpt, head=64)))
+    batches = [text(256, number) for number in range(microbatches)]
+    pipeline(run, model, None, batches, in_flight)
+    plain, bits = run.peak, run.bits
+    pipeline(run, wrapped(model, recompute), None, batches, in_flight)
+    least = run.peak
+    for share, bar in REPLAYS.items():
+        limit, counts = round(least + share * (plain - least)), []
+        for kind in (Elastic, OldestFirst):
+            pool = kind(limit, slack=0.02, meter=memory)
+            layers = elastic(model, pool)
+            for _ in range(2):
+                before = replays(pool)
+                pipeline(run, layers, limit, batches, in_flight)
+                assert run.bits == bits, "other gradients than plain"
+                counts.append(replays(pool) - before)
+        first, second, first_oldest, second_oldest = counts
+        yield {
+            "run": "1F1B",
+            "share": share,
+            "limit_bytes": limit,
+            "forwards": LAYERS * microbatches,
+            "replays": {"first step": first, "second step": second},
+            "oldest_first": {"first step": first_oldest, "second step": second_oldest},
+            "bar": bar,
+        }
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:+.1f} %"
+
+
+def main() -> None:
+    """Measures and prints the tables."""
+    options = arguments(
+        __doc__ or "",
+        only="lengths, routed or 1F1B alone",
+        widths="with lengths, 512 or 256 alone",
+        shares="with lengths, these limits alone",
+    )
+    torch.set_num_threads(1)
+    rounds = min(options.rounds, 3)
+    only, widths = options.only or ["lengths", "routed", "1F1B"], [*map(int, options.widths or STEPS)]
+    shares = tuple(map(float, options.shares or SHARES))
+    rows: list[dict[str, Any]] = []
+    reached: list[bool] = []
+    with limited() as memory:
+        for width in widths if "lengths" in only else ():
+            print(f"width {width}: over plain, in all steps, in those that fit, in those that do not; out of memory")
+            for row in length_rows(memory, width, STEPS[width], shares, rounds):
+                rows.append(row)
+                added = "".join(f"{_percent(row[what]):>10}" for what in ("all", "short", "long"))
+                where = f"{100 * row['share']:.0f} %, {row['limit_bytes'] / 1e6:.1f} MB"
+                print(f"  {where:16} {row['way']:22} {added} {row['out_of_memory']:>5} of {row['steps']}", flush=True)
+        if "routed" in only:
+            print("routed: steps out of memory, plain beside; forwards and replays run again, replays")
+            for row in routed_rows(memory, 128, (0.6, 0.35, 0.15), 60):
+                rows.append(row)
+                counts = f"{row['out_of_memory']:>3} {row['plain_over']:>3} {row['run_again']:>3} {row['replays']:>4}"
+                print(f"  {100 * row['share']:.0f} % {counts}", flush=True)
+        if "1F1B" in only:
+            print("1F1B: replays of 96 in the first step and the second; with the oldest evicted first; the goal")
+            for row in pipeline_rows(memory, 256, 12, 4):
+                rows.append(row)
+                counts = " ".join(
+                    f"{count:>3}" for order in ("replays", "oldest_first") for count in row[order].values()
+                )
+                print(f"  {100 * row['share']:.0f} % {counts} {row['bar']:>3}", flush=True)
+    by = {(row["width"], row["share"], row["way"]): row for row in rows if row["run"] == "lengths"}
+    for (width, share, way), row in by.items():
+        if way == "elastic":
+            reached.append(row["out_of_memory"] == 0)
+            reached.append(row["all"] < by[width, share, "a plan for the longest"]["all"])
+            reached.append(width != 512 or (row["short"] <= FITS and row["long"] <= OVER))
+    reached += [row["out_of_memory"] == 0 for row in rows if row["run"] == "routed"]
+    reached += [row["replays"]["second step"] <= row["bar"] for row in rows if row["run"] == "1F1B"]
+    print(f"goals: none out of memory, below the plan for the longest; at width 512 {FITS:+.0%} and {OVER:+.0%}")
+    finish(options, rows, all(reached), rounds=rounds)
+
+
+if __name__ == "__main__":
+    main()

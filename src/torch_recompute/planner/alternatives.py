@@ -1,0 +1,146 @@
+"""Options of a step, besides recomputation, that lower its peak; each with the peak that it leads to.
+
+A budget below the least peak of any plan is answered with what would do, in numbers: another optimizer, a loop that
+holds less, inputs in host memory, a smaller batch. Each is tried by itself, by a simulation of the step with the plan
+that keeps the fewest activations: the plan with the least peak may keep more, where the optimizer's step holds the peak
+and a better optimizer would not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import _torch, errors
+from .._text import doing, listed
+from ..memory.budget import Limit, no_plan_fits
+from ..plan.apply import apply
+from ..plan.plan import Plan
+from ..simulation import Simulation, simulate_step
+from ..training_step import OPTIMIZERS, TrainingStep
+from .configurations import made_of
+from .hosts import HostApart
+from .planner import Planner
+
+LEAN_OPTIMIZERS = ("adamw-fused", "adafactor", "sgd")  # which may take less memory than another
+_WORTH = 0.99  # of the least peak: what lowers it by less is not worth a word
+
+
+class Alternative(NamedTuple):
+    """A changed step: how it is written on the command line and in Python, and the peak that it leads to."""
+
+    option: str
+    keyword: str
+    peak_bytes: int
+
+
+def alternatives(planner: Planner, budget: int | None = None) -> list[Alternative]:
+    """Returns the options that lower the least peak of a planned step, the lowest peak first.
+
+    Args:
+        planner: Of the step.
+        budget: How far a batch is halved; None for once.
+    """
+    found: list[Alternative] = []
+    for option, keyword, step, plan in _changed(planner):
+        found.append(Alternative(option, keyword, _peak(step, plan)))
+    found += [*_smaller_batches(planner, budget)][-1:]
+    least = planner.least[1].peak_bytes
+    return sorted((one for one in found if one.peak_bytes < _WORTH * least), key=lambda one: one.peak_bytes)
+
+
+def _changed(planner: Planner) -> Iterator[tuple[str, str, TrainingStep, Plan]]:
+    step, plan = planner.step, planner.leanest
+    own = step.optimizer if not isinstance(step.optimizer, torch.optim.Optimizer) else type(step.optimizer)
+    for name in LEAN_OPTIMIZERS if own is not None else ():
+        if OPTIMIZERS[name] is not own:
+            changed = replace(step, optimizer=OPTIMIZERS[name])
+            yield f"--optimizer {name}", f'optimizer="{name}"', changed, plan
+    loop = step.loop
+    if loop.hold_output:
+        yield "--no-hold-output", "hold_output=False", replace(step, loop=replace(loop, hold_output=False)), plan
+    if not loop.set_to_none and loop.accumulate == 1:
+        words = "gradients set to None (without --no-set-to-none)", "set_to_none=True"
+        yield *words, replace(step, loop=replace(loop, set_to_none=True)), plan
+    sheet = step.where.roofline
+    if sheet is not None and sheet.host is not None and planner.costs.host is None:
+        away = tuple(replace(choice, store="host") for choice in plan)
+        yield "--offload", "offload=True", step, replace(plan, choices=away)
+
+
+def _smaller_batches(planner: Planner, budget: int | None) -> Iterator[Alternative]:
+    """Yields the step with half of its batch, and half of that again until it fits a budget."""
+    leaves, spec = _torch.tree_flatten(planner.step.call)
+    size = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim), 1)
+    while size > 1:
+        size //= 2
+        args, kwargs = _torch.tree_unflatten([_cut(leaf, leaves, size) for leaf in leaves], spec)
+        try:
+            peak = _peak(replace(planner.step, args=args, kwargs=kwargs), planner.leanest)
+        except Exception:  # whatever a model, or a loss that holds all labels, may raise
+            return
+        yield Alternative(f"--batch {size}", f"a batch of {size}", peak)
+        if budget is None or peak <= budget:
+            return
+
+
+def _cut(leaf: Any, leaves: Sequence[Any], size: int) -> Any:
+    """The first items of a tensor whose first dimension is that of the first tensor."""
+    first = next(one for one in leaves if isinstance(one, torch.Tensor) and one.ndim)
+    return leaf[:size] if isinstance(leaf, torch.Tensor) and leaf.shape[:1] == first.shape[:1] else leaf
+
+
+def _peak(step: TrainingStep, plan: Plan) -> int:
+    doing("simulating what else would do")
+    stores = {"host": HostApart()} if any(choice.store for choice in plan) else {}
+    return simulate_step(step, prepare=partial(apply, plan=plan, stores=stores)).peak_bytes
+
+
+def held_by(simulation: Simulation) -> str:
+    """Returns what the peak of a step is made of, in words, the most first, without what is less than a hundredth."""
+    parts = sorted(made_of(simulation).items(), key=lambda part: -part[1])
+    worth = [f"{errors.size(nbytes)} {name}" for name, nbytes in parts if 100 * nbytes >= simulation.peak_bytes]
+    phase = {"optimizer": "the optimizer's step"}.get(simulation.peak.phase, simulation.peak.phase)
+    return f"{listed(worth)}, in {phase}"
+
+
+def in_words(found: Sequence[Alternative], budget: int | None, *, option: bool) -> list[str]:
+    """Returns sentences on alternatives: those that fit a budget, then those that lower the peak and do not.
+
+    Args:
+        found: From `alternatives`.
+        budget: In bytes; None where there is none.
+        option: Whether they are written as on the command line, else as in Python.
+    """
+
+    def named(some: Sequence[Alternative]) -> str:
+        words = ((one.option if option else one.keyword, errors.size(one.peak_bytes, up=True)) for one in some)
+        return ", ".join(f"{word} ({peak})" for word, peak in words)
+
+    if budget is None:
+        return [f"Lower it, each by itself: {named(found)}."] if found else []
+    fitting, others = ([one for one in found if (one.peak_bytes <= budget) is fits] for fits in (True, False))
+    said = [f"Within the budget, each by itself: {named(fitting)}."] if fitting else []
+    return [*said, *([f"Lower, but not enough alone: {named(others)}."] if others else [])]
+
+
+def plan_or_tell(planner: Planner, budget: object) -> Plan:
+    """Returns the plan for a budget; where none fits, the error also says what holds the least peak and what would do.
+
+    Raises:
+        BudgetError: No plan fits.
+    """
+    try:
+        return planner.plan(budget)
+    except errors.BudgetError as error:
+        least: Any = error.solution
+        promise = least.prediction
+        wanted = Limit(promise.budget_bytes, promise.budget)
+        more = in_words(alternatives(planner, wanted), wanted, option=False)
+        advice = "\n  ".join(filter(None, [f"It is made of {held_by(planner.least[1])}.", *more, promise.advice]))
+        text = no_plan_fits(wanted.said, error.smallest, planner.plain.peak_bytes, advice)
+        raise errors.BudgetError(text, error.smallest, least) from None

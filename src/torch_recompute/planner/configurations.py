@@ -1,0 +1,399 @@
+"""The peak of a stated configuration: no search, the step as it is with what someone has written down.
+
+Before anyone asks which layers to recompute, they ask what *this* run takes. A configuration is a word that `plan_of`
+reads ("none", "full", labels, a file), a plan or settings; the step is simulated under each, and what is alive at its
+peak is split by what it is for.
+
+    "none,full"                several configurations
+    "core_attn,mlp"            the labels of one: those that only commas separate
+    "none,core_attn,mlp,full"  three: a word that is no label ends the labels before it
+    ["core_attn", "mlp"]       two of one label each
+
+Seconds are sums of the prices of all operations, as those of a plan are, so the two can be compared. Rejected: making
+a `Prediction` of it, whose bound and whose lines need the trials of a profile that nobody asked for.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from .. import errors
+from .._text import at_work, counted, doing, listed, shown, table
+from ..devices import Roofline
+from ..memory import Block
+from ..memory.batch import Batch
+from ..memory.loop import NOT_COUNTED, Loop
+from ..memory.operations import Operation
+from ..plan.apply import apply
+from ..plan.config import FILES, Policy, RecomputeConfig, find, plan_of
+from ..plan.labels import choices, matching, notes
+from ..plan.plan import Plan
+from ..plan.units import find_units
+from ..simulation import Simulation, simulate_step
+from ..simulation.recording import SHARDING
+from ..training_step import Loss, MakeOptimizer, TrainingStep
+from .hosts import stores_for
+from .ops import Op, op_of
+from .prices import Measured, prices_for, seconds_of
+
+LARGEST = 3
+PEAK_WORDS: Mapping[str, str] = {
+    "peak": "the most bytes alive at one moment of the step; the columns up to the seconds are what it is made of then",
+    "weights": "parameters and buffers",
+    "gradients": "of the parameters; where they are gone when forward begins, those that backward has made by then",
+    "states": "of the optimizer, which are there all the time",
+    "kept by layers": "activations that the forward keeps for its backward, but for those of the loss",
+    "loss": "what the loss makes, and what is as wide as the logits: these, copies in 32 bits, their gradients",
+    "transient": "all else that passes: gradients of activations, what a replay or the optimizer's step makes, "
+    "workspaces",
+    "batch and output": "the call's tensors, and in forward the output that the step before has left",
+    "step ms": "the time of the whole step",
+    "replays ms": "the part of it in which something runs again",
+}
+"""The words of configurations, as they are printed."""
+Configurations = Policy | Sequence[Policy]
+_WORDS = ("none", "full", "selective")
+
+
+@shown
+@dataclass(frozen=True, repr=False)
+class ConfiguredStep:
+    """A training step under one configuration.
+
+    Attributes:
+        name: The configuration, as it was written.
+        plan: The regions that it means in the model.
+        simulation: The step with them, simulated.
+        step_seconds: Of all its operations; of those that are accumulated, of all.
+        replay_seconds: Of those among them that run again.
+        device: What the seconds are of.
+        timing: Where they are from, in words; "" for a data sheet.
+        host_bytes: The most that is kept in host memory. What copies there and back take is not in the seconds.
+    """
+
+    name: str
+    plan: Plan
+    simulation: Simulation
+    step_seconds: float
+    replay_seconds: float
+    device: str
+    timing: str = ""
+    host_bytes: int = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes alive at any time of the step."""
+        return self.simulation.peak_bytes
+
+    @property
+    def made_of(self) -> dict[str, int]:
+        """The bytes of the peak by what they are for; they sum to it."""
+        return made_of(self.simulation)
+
+    @property
+    def largest(self) -> tuple[Block, ...]:
+        """The largest tensors that are alive at the peak, the largest first."""
+        at = self.simulation.peak.event
+        alive = (one for one in self.simulation.blocks if one.born <= at and (one.died is None or one.died > at))
+        return tuple(sorted(alive, key=lambda block: -block.nbytes)[:LARGEST])
+
+    def as_data(self) -> dict[str, Any]:
+        """The figures as plain data, with the plan as `Plan.from_json` reads it from its JSON."""
+        peak = self.simulation.peak
+        return {
+            "recompute": self.name,
+            "peak_bytes": self.peak_bytes,
+            "made_of": {f"{name.replace(' ', '_')}_bytes": nbytes for name, nbytes in self.made_of.items()},
+            "peak": {"phase": peak.phase, "module": peak.module, "op": peak.op},
+            "largest": [
+                {
+                    "tensor_bytes": block.nbytes,
+                    "category": block.category,
+                    "shape": list(block.made.shape),
+                    "module": block.made.module,
+                    "op": block.made.op,
+                    "phase": block.made.phase,
+                }
+                for block in self.largest
+            ],
+            "step_seconds": self.step_seconds,
+            "replay_seconds": self.replay_seconds,
+            "replay_flops": self.simulation.flops["replay"],
+            "host_bytes": self.host_bytes,
+            "regions": len(self.plan),
+            "advice": self.simulation.advice,
+            "assumed": list(self.simulation.assumed),
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(_lines([self]))
+
+
+@shown
+class ConfiguredSteps(tuple[ConfiguredStep, ...]):
+    """A training step under several configurations, in the order in which they were asked for."""
+
+    __slots__ = ()
+
+    def named(self, name: str) -> ConfiguredStep:
+        """The step under the configuration of that name.
+
+        Raises:
+            KeyError: There is none.
+        """
+        return {one.name: one for one in self}[name]
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+def peaks(
+    model: nn.Module,
+    args: Batch = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    recompute: Configurations = "none,full",
+    loss: Loss = None,
+    optimizer: MakeOptimizer = None,
+    device: torch.device | str | Roofline | None = None,
+    hold_output: bool = True,
+    accumulate: int = 1,
+    set_to_none: bool = True,
+) -> ConfiguredSteps:
+    """Returns the peak of a training step under configurations that are stated, and what it is made of.
+
+        found = peaks(model, batch, recompute="none,full", optimizer="adamw-fused", device="h100")
+        print(found)
+        found.named("full").peak_bytes, found.named("full").made_of, found.named("full").step_seconds
+
+    Nothing is searched: the step is simulated once for each, see `simulate`, which also says what a peak counts.
+
+    Args:
+        model: The model; on the meta device if it is too large for this machine.
+        args: A batch, see `make_plan`.
+        kwargs: More keyword arguments of the call.
+        recompute: The configurations: one text, in which commas separate them, but labels with only commas between
+            are one; or a sequence of texts, plans, `RecomputeConfig`s and mappings of its fields. Words are "none",
+            "full" (each layer), "full:2" (two layers as one region), "block:3" (the first three), "selective"
+            (Megatron's: the label `core_attn`), labels, paths of modules, and files of plans or settings.
+        loss: From the model's output to a scalar; see `simulate`, as what follows.
+        optimizer: As in `simulate`.
+        device: Where the step is to run, and what the seconds are of.
+        hold_output: Whether the loop holds the model's output through backward.
+        accumulate: How many forwards and backwards come before the optimizer's step.
+        set_to_none: Whether gradients are gone when forward begins.
+
+    Raises:
+        ArgumentError: A configuration is none, or matches nothing in the model; or see `simulate`.
+    """
+    loop = Loop(hold_output, accumulate, set_to_none)
+    step = TrainingStep.of("peaks", model, args, kwargs, loss, optimizer, device, loop)
+    plans = configurations("recompute", recompute, step)
+    with at_work(f"simulating {type(model).__name__}"):
+        return peaks_of(step, plans)
+
+
+def peaks_of(step: TrainingStep, plans: Mapping[str, Plan]) -> ConfiguredSteps:
+    """Returns the step under each of some plans, by name; `peaks` is this with words."""
+    price = prices_for(step, step.runs_on)
+    found = ConfiguredSteps(_configured(step, name, plan, price) for name, plan in plans.items())
+    if isinstance(price, Measured):
+        price.keep()
+    return found
+
+
+def made_of(found: Simulation) -> dict[str, int]:
+    """Returns the bytes of a simulated peak by what they are for; they sum to it."""
+    by, use = found.by_category, found.activations_by_use
+    states = min(by["optimizer"], found.live_by_category["optimizer"])  # besides, what its step makes meanwhile
+    return {
+        "weights": by["parameters"] + by["buffers"],
+        "gradients": by["gradients"],
+        "states": states,
+        "kept by layers": use["saved"],
+        "loss": use["loss"],
+        "transient": use["transient"] + use.get(SHARDING, 0) + by["optimizer"] - states,
+        "batch and output": by["other"],
+    }
+
+
+def _configured(step: TrainingStep, name: str, plan: Plan, price: Roofline | Measured) -> ConfiguredStep:
+    ran: Counter[tuple[str, Op]] = Counter()
+    stores, most_hosted = stores_for(plan, step), 0
+
+    def count(phase: str, operation: Operation) -> None:
+        nonlocal most_hosted
+        most_hosted = max(most_hosted, sum(store.host_bytes for store in stores.values()))
+        op = op_of(operation)
+        if op is not None:
+            ran[phase, op] += 1
+
+    doing(f"simulating the step with {name}")
+    found = simulate_step(step, prepare=lambda copy: apply(copy, plan, stores=stores), watch=count)
+    times = step.loop.accumulate
+    replayed = {key: number for key, number in ran.items() if key[0] == "replay"}
+    (_, step_seconds), (_, replay_seconds) = (seconds_of(some, price, times) for some in (ran, replayed))
+    timing = price.timing if isinstance(price, Measured) else ""
+    return ConfiguredStep(name, plan, found, step_seconds, replay_seconds, price.name, timing, most_hosted)
+
+
+# --- words ---
+
+
+def configurations(what: str, recompute: object, step: TrainingStep) -> dict[str, Plan]:
+    """Returns the plan of each configuration, by its name.
+
+    Args:
+        what: The option or the argument, for the texts of errors.
+        recompute: See `peaks`.
+        step: The step; a label that matches no module may name calls, which one call of the model shows.
+
+    Raises:
+        ArgumentError: One is no configuration, or matches nothing in this model.
+    """
+    several = [recompute] if isinstance(recompute, (str, Plan, RecomputeConfig, Mapping)) else recompute
+    if not isinstance(several, Sequence) or not several:
+        raise errors.ArgumentError(_no_configuration(what, recompute, step.model))
+    found: dict[str, Plan] = {}
+    for one in cast("Sequence[Any]", several):
+        if isinstance(one, str):
+            for words in _separated(what, one, step.model):
+                found[words] = _plan_of_words(what, words, step)
+        else:
+            plan = plan_of(one, step.model)
+            name = plan.source or "plan"
+            found[name if name not in found else f"{name} ({len(found) + 1})"] = plan
+    return found
+
+
+def _is_label(word: str) -> bool:
+    return word.partition(":")[0] not in ("full", "block", *_WORDS) and not word.endswith(FILES)
+
+
+def _separated(what: str, text: str, model: nn.Module) -> list[str]:
+    """The configurations in one text: labels that follow each other are one, every other word is one by itself."""
+    if text.strip().startswith("--"):
+        return [text]
+    words = [word.strip() for word in text.split(",")]
+    if not all(words):
+        raise errors.ArgumentError(_no_configuration(what, text, model))
+    groups = ((labels, [*some]) for labels, some in groupby(words, _is_label))
+    return [one for labels, some in groups for one in ([",".join(some)] if labels else some)]
+
+
+def _plan_of_words(what: str, words: str, step: TrainingStep) -> Plan:
+    if words.endswith(FILES):
+        try:
+            return plan_of(words, step.model)
+        except OSError as error:
+            raise errors.ArgumentError(
+                f"{what} is {words!r}: {(error.strerror or str(error)).lower()}. Write the path of a file that holds a "
+                "plan, from plan.to_json() or torch-recompute plan --out, or Megatron's fields in JSON or YAML."
+            ) from error
+    if not words.startswith("--") and (words == "selective" or _is_label(words)):
+        labels = ["core_attn"] if words == "selective" else words.split(",")
+        units = find_units(step.model)
+        unknown = next((label for label in labels if not choices(units, label)), None)
+        if unknown is not None:  # perhaps the name of calls, which a model with weights shows when it is called
+            here = all(not weight.is_meta for weight in step.model.parameters())
+            if not here or unknown not in find(step.model, *step.call).calls:
+                raise errors.ArgumentError(_no_configuration(what, words, step.model, unknown))
+            settings = RecomputeConfig(recompute_granularity="selective", recompute_modules=labels)
+            return settings.plan(step.model, *step.call)
+    return plan_of(words, step.model)
+
+
+def _no_configuration(what: str, given: object, model: nn.Module, label: str = "") -> str:
+    """Text for what says no configuration, or has a label that matches nothing in a model."""
+    here = matching(find_units(model))
+    known = listed([f"{word} ({counted(count, 'place')})" for word, count in here.items()]) or "none that match"
+    near = difflib.get_close_matches(label, [*_WORDS, *here], n=1) if label else []
+    found = f"of which {label!r} matches nothing in {type(model).__name__}" if label else "which says no configuration"
+    close = f"; close to it: {near[0]}" if near else ""
+    return (
+        f"{what} is {repr(given) if isinstance(given, str) else errors.say(given)}, {found}{close}.\n"
+        "  Write none, full, full:2 (two layers as one region), block:3 (the first three layers), selective "
+        "(Megatron's: core_attn), the path of a .json or .yaml file, or labels; here "
+        f'{known}; paths of modules match too, and patterns such as "*.mlp".\n'
+        "  Commas separate configurations, as in none,full; labels with only commas between, as in core_attn,mlp, are "
+        "one."
+    )
+
+
+# --- text ---
+
+
+def _lines(steps: Sequence[ConfiguredStep]) -> Iterator[str]:
+    """The configurations as a table, and about each where its peak is and its largest tensors."""
+    unit, name = errors.unit_of(max(one.peak_bytes for one in steps))
+    yield "at the peak: " + ", ".join(f"{errors.size(one.peak_bytes)} with {one.name}" for one in steps)
+
+    def shown(nbytes: int) -> str:
+        return f"{nbytes / unit:,.2f}"
+
+    parts = [part for part in steps[0].made_of if any(round(one.made_of[part] / unit, 2) for one in steps)]
+    hosted = ["in host memory"] if any(one.host_bytes for one in steps) else []
+    rows: list[tuple[str, ...]] = [("", f"peak {name}", *parts, *hosted, "step ms", "replays ms", "GFLOP replayed")]
+    for one in steps:
+        sizes = one.peak_bytes, *(one.made_of[part] for part in parts), *([one.host_bytes] if hosted else [])
+        seconds = (f"{1000 * each:,.1f}" for each in (one.step_seconds, one.replay_seconds))
+        rows.append((one.name, *map(shown, sizes), *seconds, f"{one.simulation.flops['replay'] / 1e9:,.1f}"))
+    wide = max(len(row[0]) for row in rows)
+    yield from table([(row[0].ljust(wide), *row[1:]) for row in rows])
+    for one in steps:
+        peak = one.simulation.peak
+        uncounted = f" ({one.simulation.uncounted})" if one.simulation.uncounted else ""
+        yield f"{one.name}: the peak is in {_where(peak.phase, peak.module)}, by {_name_of(peak.op)}{uncounted}"
+        yield f"  largest: {'; '.join(map(_described, one.largest))}"
+    yield from dict.fromkeys(note.strip() for one in steps for note in notes(one.plan.choices))
+    for word, said in _said(steps):
+        yield f"{word}: {said}"
+
+
+def _said(steps: Sequence[ConfiguredStep]) -> Iterator[tuple[str, str]]:
+    """Notes on all steps: the word that each begins with, and the note, once."""
+    for loop in dict.fromkeys(one.simulation.loop for one in steps):
+        yield "counted", str(loop)
+    yield "not counted", NOT_COUNTED
+    for device in dict.fromkeys(f"on {one.device}" + (f", {one.timing}" if one.timing else "") for one in steps):
+        yield "seconds", device
+    if any(one.host_bytes for one in steps):
+        yield "not in the seconds", "copies to host memory and back that take longer than what is computed meanwhile"
+    for words in dict.fromkeys(words for one in steps for words in one.simulation.assumed):
+        yield "assumed", words
+    least = min(steps, key=lambda one: one.peak_bytes)
+    if least.simulation.advice:
+        yield f"besides, with {least.name}", least.simulation.advice
+
+
+def _where(phase: str, module: str) -> str:
+    return {"optimizer": "the optimizer's step"}.get(phase, phase) + (f" of {module}" if module else "")
+
+
+def _name_of(op: str) -> str:
+    return op.removeprefix("aten.").removesuffix(".default") or "what is there when it begins"
+
+
+_MADE: Mapping[str, Callable[[Block], str]] = {
+    "parameters": lambda block: block.made.module,
+    "optimizer": lambda block: f"a state of {block.made.module}",
+    "gradients": lambda block: f"a gradient in {_where(block.made.phase, block.made.module)}",
+}
+
+
+def _described(block: Block) -> str:
+    """A tensor: its size, what it is, and its shape."""
+    made = block.made
+    what = _MADE[block.category](block) if block.category in _MADE and (made.module or made.op) else block.category
+    if block.category not in _MADE and made.op:
+        what = f"{_name_of(made.op)} in {_where(made.phase, made.module)}"
+    shape = f" ({' x '.join(map(str, made.shape))})" if made.shape else ""
+    return f"{errors.size(block.nbytes)} {what}{shape}"

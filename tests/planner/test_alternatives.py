@@ -1,0 +1,112 @@
+"""What else would do where no plan fits: each option with its peak, which is that of a step with it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from support.headed import TOKENS, batch, cross_entropy, model
+from torch_recompute import BudgetError, errors, make_plan, simulate
+from torch_recompute.memory.loop import Loop
+from torch_recompute.planner.alternatives import Alternative, alternatives, held_by, in_words
+from torch_recompute.planner.planner import Planner
+from torch_recompute.training_step import OPTIMIZERS, TrainingStep
+
+STEPS: dict[str, dict[str, Any]] = {
+    "over lists": {"optimizer": "adamw"},
+    "fused": {"optimizer": "adamw-fused"},
+    "without an optimizer": {},
+    "zeroed": {"optimizer": "sgd", "loop": Loop(set_to_none=False)},
+    "accumulated": {"optimizer": "adamw", "loop": Loop(accumulate=2)},
+    "not held": {"optimizer": "adamw-fused", "loop": Loop(hold_output=False)},
+}
+
+
+def planner_of(optimizer: str | None = None, loop: Loop | None = None) -> Planner:
+    of = OPTIMIZERS.get(optimizer or "")
+    return Planner(TrainingStep(model(), (batch(),), {}, cross_entropy, of, "h100", loop or Loop()))
+
+
+def changed(keyword: str) -> tuple[int, dict[str, Any]]:
+    """The batch and the keywords of a step with an alternative, as it is written in Python."""
+    if keyword.startswith("a batch of "):
+        return int(keyword.rpartition(" ")[2]), {}
+    return TOKENS, eval(f"dict({keyword})")
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_each_has_the_peak_of_a_step_with_it(name: str) -> None:
+    """What is said of an option is what a step simulated with it takes, with the plan that keeps the fewest bytes."""
+    planner = planner_of(**STEPS[name])
+    step, least = planner.step, planner.least[1].peak_bytes
+    found = alternatives(planner)
+    assert found == sorted(found, key=lambda one: one.peak_bytes)
+    keywords = [one.keyword for one in found]
+    assert f"a batch of {TOKENS // 2}" in keywords
+    assert ("hold_output=False" in keywords) == step.loop.hold_output
+    assert ("set_to_none=True" in keywords) == (not step.loop.set_to_none)
+    assert ('optimizer="sgd"' in keywords) == (STEPS[name].get("optimizer") in ("adamw", "adamw-fused"))
+    for one in found:
+        assert one.peak_bytes < least
+        if one.keyword == "offload=True":
+            continue
+        size, words = changed(one.keyword)
+        words = {"optimizer": step.optimizer, **step.loop.words, **words}
+        x = batch()[:size]
+        same = simulate(model(), (x,), plan=planner.leanest, loss=cross_entropy, device="h100", **words)
+        assert same.peak_bytes == one.peak_bytes
+
+
+def test_an_option_that_fits_makes_a_plan() -> None:
+    """With an option that is said to fit into a budget there is a plan for that budget."""
+    planner = planner_of("adamw")
+    budget = planner.least[1].peak_bytes * 9 // 10
+    fitting = [one for one in alternatives(planner, budget) if one.peak_bytes <= budget]
+    assert {"hold_output=False", 'optimizer="sgd"'} <= {one.keyword for one in fitting}
+    for one in fitting:
+        size, words = changed(one.keyword)
+        words = {"optimizer": "adamw", **words}
+        plan = make_plan(model(), batch()[:size], budget=budget, loss=cross_entropy, device="h100", **words)
+        assert (plan.predicted_peak_bytes or 0) <= budget
+
+
+def test_a_batch_is_halved_until_it_fits() -> None:
+    """The batch that is named is the largest of its halves that fits."""
+    planner = planner_of("sgd")
+    peaks = [
+        simulate(model(), batch()[:size], plan=planner.leanest, loss=cross_entropy, optimizer="sgd", device="h100")
+        for size in (TOKENS // 2, TOKENS // 4)
+    ]
+    (one,) = (one for one in alternatives(planner, peaks[1].peak_bytes) if one.option.startswith("--batch"))
+    assert one == Alternative(f"--batch {TOKENS // 4}", f"a batch of {TOKENS // 4}", peaks[1].peak_bytes)
+
+
+def test_the_error_says_what_holds_the_peak_and_what_would_do() -> None:
+    """`make_plan` says what the least peak is made of, which options fit, and which lower it but not enough."""
+    planner = planner_of("adamw")
+    least = planner.least[1]
+    budget = least.peak_bytes * 9 // 10
+    with pytest.raises(BudgetError) as raised:
+        make_plan(model(), batch(), budget=budget, loss=cross_entropy, optimizer="adamw", device="h100")
+    text = str(raised.value)
+    assert raised.value.smallest == least.peak_bytes
+    assert f"It is made of {held_by(least)}." in text
+    for line in in_words(alternatives(planner, budget), budget, option=False):
+        assert f"\n  {line}" in text
+    figures = re.findall(r"\(([\d.]+ [KM]iB)\)", text.split("Within the budget")[1])
+    assert len(figures) >= 4
+    assert in_words([], budget, option=True) == in_words([], None, option=True) == []
+
+
+def test_what_holds_a_peak() -> None:
+    """The parts of a peak are named with their bytes, the most first, and where it is."""
+    net = model()
+    result = simulate(net, batch(), loss=torch.mean, optimizer="adamw", device="h100")
+    weights = sum(parameter.nbytes for parameter in net.parameters())
+    states, loss = result.live_by_category["optimizer"], result.activations_by_use["loss"]
+    assert held_by(result).startswith(f"{errors.size(loss)} loss, ")
+    assert f"{errors.size(states)} states, {errors.size(weights)} weights" in held_by(result)
+    assert held_by(result).endswith(f"in {result.peak.phase}")

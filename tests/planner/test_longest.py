@@ -1,0 +1,101 @@
+"""The longest sequence and the largest batch that a budget holds: they fit, and little more does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from support.headed import WIDTH, model
+from support.zoo import mean_loss
+from torch_recompute import ArgumentError, BudgetError, Plan, apply, make_plan, simulate
+from torch_recompute.planner.longest import FINE, UNIT, Longest
+from torch_recompute.training_step import TrainingStep
+
+
+def sequence(length: int = 32) -> torch.Tensor:
+    return torch.ones(2, length, WIDTH)
+
+
+def loss(logits: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), torch.zeros(logits.shape[:2].numel(), dtype=torch.long))
+
+
+STEP: dict[str, Any] = {"loss": loss, "optimizer": "adamw-fused", "device": "h100"}
+BUDGETS = ("600KiB", "64MiB")
+
+
+def peak(x: torch.Tensor, plan: Plan) -> int:
+    return simulate(model(), x, plan=plan, **STEP).peak_bytes
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("along", [True, "batch"])
+def test_the_most_that_fits(along: bool | str, budget: str) -> None:
+    """Each size of the plan fits into the budget, as simulated; a longer one than the last has no plan that does."""
+    plan = make_plan(model(), sequence(), budget=budget, longest=along, **STEP)
+    found = [one.shape[0 if along == "batch" else 1] for one in plan.sizes]
+    assert found == sorted(found)
+    assert len(found) == min(5, found[-1])
+    for size in plan.sizes:
+        assert size.prediction is not None
+        assert size.prediction.peak_bytes <= size.prediction.budget_bytes
+        assert peak(torch.ones(*size.shape), Plan(size.choices)) == size.prediction.peak_bytes
+    more = found[-1] + max(2, 6 * found[-1] // FINE) + (UNIT if along is True else 0)
+    longer = torch.ones(more, 32, WIDTH) if along == "batch" else sequence(more)
+    with pytest.raises(BudgetError):
+        make_plan(model(), longer, budget=budget, **STEP)
+    apply(model(), plan).remove()
+
+
+def test_it_does_not_depend_on_the_call_that_is_given() -> None:
+    """A longer or shorter call as the example gives the same length, to the fineness of the search."""
+    found = [
+        make_plan(model(), sequence(length), budget="16MiB", longest=True, **STEP).sizes[-1].shape[1]
+        for length in (8, 33, 4000)
+    ]
+    assert max(found) - min(found) <= UNIT + 4 * max(found) // FINE
+
+
+def test_no_more_than_the_model_takes() -> None:
+    """Where the model has so many positions and no more, the search ends there."""
+    search = Longest(TrainingStep.of("", model(), sequence(), None, **STEP), "1GiB", most=100)
+    assert search.plan().sizes[-1].shape == (2, 100, WIDTH)
+    assert search.best == 100
+
+
+def test_what_is_found_before_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search has at any time the most that is known to fit, with its simulated peak."""
+    search = Longest(TrainingStep.of("", model(), sequence(), None, **STEP), "16MiB")
+    simulated, seen = search._simulated, []
+
+    def interrupted(*args: Any) -> Any:
+        if len(seen) == 4:
+            raise KeyboardInterrupt
+        seen.append(args[-1])
+        return simulated(*args)
+
+    monkeypatch.setattr(search, "_simulated", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        search.plan()
+    assert search.best == max(length for length in seen if length <= search.best) > 0
+    assert 0 < search.best_peak_bytes <= 16 * 2**20
+
+
+def test_what_cannot_be_asked() -> None:
+    """A share, other sizes, and a budget that not one token fits into are refused in words."""
+    with pytest.raises(ArgumentError, match="is a share of the activation memory"):
+        make_plan(model(), sequence(), budget=0.5, longest=True, **STEP)
+    with pytest.raises(ArgumentError, match="with sizes; it looks for the most"):
+        make_plan(model(), sequence(), budget="1MiB", longest=True, sizes=[1, 2], **STEP)
+    with pytest.raises(ArgumentError, match='longest=True for the longest sequence, longest="batch"'):
+        make_plan(model(), sequence(), budget="1MiB", longest="tokens", **STEP)
+    with pytest.raises(ArgumentError, match="cannot be told where its sequence is"):
+        make_plan(model(), torch.ones(WIDTH), budget="1MiB", longest=True, loss=mean_loss, device="h100")
+    with pytest.raises(BudgetError, match="too small for a sequence of one token, whose peak is") as raised:
+        make_plan(model(), sequence(), budget="100KiB", longest=True, **STEP)
+    weights = sum(parameter.nbytes for parameter in model().parameters())
+    assert raised.value.smallest > weights
+    assert "weights" in str(raised.value)
