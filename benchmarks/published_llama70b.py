@@ -21,13 +21,14 @@ from _measure import arguments, finish
 from torch_recompute import Choice, Plan
 from torch_recompute.commands.models import load
 from torch_recompute.devices import DEVICES
+from torch_recompute.plan.ranks import Ranks
 from torch_recompute.planner.layout import Layout, LayoutPlanner
 from torch_recompute.planner.ops import Op, metas
 from torch_recompute.planner.pipeline import RankPlanner
 from torch_recompute.planner.rank_memory import RankPeak
 from torch_recompute.planner.stage_runs import StageRun
 
-LAYOUT = Layout(tp=4, pp=4, vpp=5, dp=2, mbs=1, sequence_parallel=True, batch=32)
+LAYOUT = Layout(Ranks(tp=4, pp=4, vpp=5, dp=2, sequence_parallel=True), batch=32)
 TOKENS, WIDTH, WIDE, QUERIES, KEYS = 4096, 8192, 28_672, 8192, 1024
 GB = 1000**3
 PRICE = DEVICES["h100"]
@@ -109,7 +110,7 @@ def main() -> None:
         f"The published saving is the difference to a run that went out of memory on 80 GB: {WITHOUT} GB may be what "
         f"it had reached, or what another rank had. Predicted are "
         f"{first['plain_fused'] / GB:.1f} GB in tensors, and the allocator's fragments come on top. One microbatch in "
-        f"flight would save {first['saved_fused'] / first['in_flight'] * LAYOUT.vpp / GB:.1f} GB."
+        f"flight would save {first['saved_fused'] / first['in_flight'] * LAYOUT.ranks.vpp / GB:.1f} GB."
     )
     finish(options, figures, all(abs(off) <= 0.1 for off in far.values()))
 
@@ -122,7 +123,7 @@ def one(planner: LayoutPlanner, rank: RankPlanner) -> dict[str, Any]:
     step, peak, least = plain.peak.step, plain.peak.bytes, mlp.peak.bytes
     assert step is not None
     held, each = sum(step.live(stage) for stage in rank.stages), len(layers) // len(rank.stages)
-    alive, share = held * each, TOKENS // LAYOUT.tp
+    alive, share = held * each, TOKENS // LAYOUT.ranks.tp
     attention, whole_mlp = (share * sum(terms.values()) for terms in (FUSED_ATTENTION, FUSED_MLP))
     eager, eager_mlp = plain.layer_bytes, mlp.layer_bytes
     down = max(PRICE(op) for op in plain.ran if _is_down(op)) * len(layers)
@@ -146,7 +147,7 @@ def one(planner: LayoutPlanner, rank: RankPlanner) -> dict[str, Any]:
 def _is_down(op: Op) -> bool:
     """Whether an operation has the shapes of the last product of an MLP in a forward."""
     tensors = [tuple(meta.shape) for meta in metas(op.args)]
-    return bool(op.flops) and tensors[-2:] == [(TOKENS, WIDE // LAYOUT.tp), (WIDE // LAYOUT.tp, WIDTH)]
+    return bool(op.flops) and tensors[-2:] == [(TOKENS, WIDE // LAYOUT.ranks.tp), (WIDE // LAYOUT.ranks.tp, WIDTH)]
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .plan import Applied, Choice, Plan, SizeClass, apply
     from .plan.config import RecomputeConfig
     from .plan.plan import Prediction
+    from .plan.ranks import Ranks
     from .plan.stages import StagePlan, StagePlans, Stages
     from .plan.units import register
     from .planner.configurations import ConfiguredStep, ConfiguredSteps, peaks
@@ -63,6 +64,7 @@ else:  # imported when they are first asked for
         "plan": ("Applied", "Choice", "Plan", "SizeClass", "apply"),
         "plan.config": ("RecomputeConfig",),
         "plan.plan": ("Prediction",),
+        "plan.ranks": ("Ranks",),
         "planner.configurations": ("ConfiguredStep", "ConfiguredSteps", "peaks"),
         "planner.profile": ("Profile",),
         "planner.solve": ("solve",),
@@ -117,6 +119,7 @@ __all__ = [
     "OnHost",
     "OutputDiscardCheckpoint",
     "Plan",
+    "Ranks",
     "RecomputeConfig",
     "RecomputeError",
     "SaveError",

@@ -37,6 +37,8 @@ class Roofline:
     tf32: float | None = None  # FLOPs per second of products in 32 bits with TF32; None where it makes no difference
     host: float | None = None  # bytes per second to host memory and back
     capability: tuple[int, int] | None = None  # of a CUDA device, which decides on its kernels
+    network: float | None = None  # bytes per second to devices of other nodes; None for as many as its link
+    node: int = 8  # devices of a node
 
     @property
     def target(self) -> str:
@@ -46,8 +48,14 @@ class Roofline:
     def __call__(self, op: Op) -> float:
         """Seconds of an operation."""
         if op.sent_bytes is not None:
-            return op.sent_bytes / (self.link or self.bytes_per_second) + self.launch
+            return op.sent_bytes / self.link_over(op.group.span)[1] + self.launch
         return max(op.all_flops / self._speed(op), op.bytes / self.bytes_per_second) + self.launch
+
+    def link_over(self, ranks: int) -> tuple[str, float]:
+        """The slowest link between so many ranks in a row, and its bytes per second."""
+        if self.network is not None and ranks > self.node:
+            return "network", self.network
+        return "link", self.link or self.bytes_per_second
 
     def _speed(self, op: Op) -> float:
         # An attention in 16 bits has a log-sum-exp in 32 among its results, and a product of 8 bits its scales.
@@ -68,7 +76,15 @@ def _sheet(name: str, capability: tuple[int, int] | None, *speeds: float, fp8: f
     half, tf32, single = (speed * 1e12 * REACHED_FLOPS for speed in speeds[:3])
     memory, link, host = (speed * 1e9 * REACHED_BYTES for speed in speeds[3:])
     flops = {2: half, 4: single} if fp8 is None else {1: fp8 * 1e12 * REACHED_FLOPS, 2: half, 4: single}
-    return Roofline(name, flops, memory, 5e-6, link, "cuda", tf32, host, capability)
+    network = _NETWORKS.get(name)
+    return Roofline(name, flops, memory, 5e-6, link, "cuda", tf32, host, capability, network)
+
+
+# To other nodes, each device has a port of HDR InfiniBand (200 Gbit/s) in a DGX A100, of NDR (400) in later ones.
+_NETWORKS = {
+    **dict.fromkeys(("a100", "a100-40gb"), 25e9 * REACHED_BYTES),
+    **dict.fromkeys(("h100", "h200", "h800", "b200"), 50e9 * REACHED_BYTES),
+}
 
 
 # Sources: NVIDIA's data sheets of these names, and where none is said; AMD's of MI300X and MI355X. Where there is no

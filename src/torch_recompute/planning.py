@@ -32,6 +32,7 @@ from .plan.apply import Applied, apply
 from .plan.first_steps import FirstSteps
 from .plan.libraries import all_layers
 from .plan.plan import Plan
+from .plan.ranks import Ranks
 from .plan.stages import StagePlans, Stages
 from .planner.alternatives import plan_or_tell
 from .planner.known import PlanFile, forget, made_for
@@ -41,9 +42,10 @@ from .planner.planner import Planner
 from .planner.profile import Profile
 from .planner.schedules import Schedule
 from .planner.sizes import plan_sizes
+from .planner.tensor_parallel import of_one_rank
 from .region import checked_pool
 from .state import Ambient
-from .training_step import Loss, MakeOptimizer, TrainingStep, optimizer_of
+from .training_step import ALONE, Loss, MakeOptimizer, TrainingStep, optimizer_of
 
 
 def profile(
@@ -334,6 +336,7 @@ if TYPE_CHECKING:
         accumulate: int
         set_to_none: bool
         compiled: bool
+        ranks: Ranks
 
 
 _Budget = int | float | str
@@ -380,6 +383,7 @@ def make_plan(
     accumulate: int = 1,
     set_to_none: bool = True,
     compiled: bool = False,
+    ranks: Ranks | None = None,
 ) -> Plan | StagePlans:
     """Returns a plan for a budget of memory: what to keep, what to recompute, and what the step will take.
 
@@ -425,6 +429,10 @@ def make_plan(
         compiled: Whether the plan is for the model as `torch.compile` makes it, as one graph: what to save is then
             chosen of all operations of the graph, and the peak is counted in the code that inductor writes. Train with
             `compiling.compile(model, plan)`. Not with `stages`, `sizes` and `offload`.
+        ranks: The ranks that train together (`Ranks`); the plan is that of each, `budget` is the memory of each, and
+            `optimizer` makes one of a list of parameters. `model` is the whole model; the call is one that a rank
+            makes. With `fsdp`, layers and what is left are sharded as by `fully_shard(layer)` and
+            `fully_shard(model)`. Not with `stages`, `sizes` and `compiled`.
 
     Returns:
         The plan, with its prediction; with `stages`, the plans of all stages, the same on every rank if prices are
@@ -442,14 +450,11 @@ def make_plan(
     else:
         call = call_of("make_plan", model, args, kwargs, a_module=True)
     loop = Loop(hold_output, accumulate, set_to_none)
-    step = TrainingStep(model, call[0], call[1], loss, optimizer_of("make_plan", optimizer, model), device, loop)
-    given = {
-        "compiled": compiled,
-        "stages": stages is not None,
-        "sizes": bool(sizes or longest),
-        "offload": offload is not False,
-    }
-    _refuse({**given, "loop": loop != COMMON})
+    given = {"compiled": compiled, "stages": stages is not None, "sizes": bool(sizes or longest)}
+    _refuse({**given, "offload": offload is not False, "loop": loop != COMMON, "ranks": ranks is not None})
+    update = optimizer_of("make_plan", optimizer, model)
+    ranks = ranks or ALONE
+    step = TrainingStep(of_one_rank(model, ranks), *call, loss, update, device, loop, ranks)
     with at_work(f"planning {type(model).__name__}"):
         if stages is not None:
             return plan_stages(step, stages, budget)
@@ -493,6 +498,14 @@ NOT_WITH = (
         "make_plan(compiled=True) plans one graph with everything on its device, and was given stages, sizes or "
         "offload as well.\n"
         "  Leave these out, or make the plan without compiled=True: its regions hold in compiled models, too.",
+    ),
+    (
+        "ranks",
+        {"stages", "sizes", "compiled"},
+        "make_plan was given ranks and stages, sizes or compiled as well; a step that ranks share is planned for one "
+        "size of calls that are not compiled.\n"
+        "  Leave one of them out. For a pipeline of transformers' models on ranks that share more than layers, see "
+        "torch-recompute plan --pp.",
     ),
     (
         "stages",

@@ -19,8 +19,10 @@ from . import _torch, errors
 from .devices import Device, Where, where
 from .memory.batch import Batch, call_of
 from .memory.loop import COMMON, Loop
+from .plan.ranks import Ranks
 
 Loss = Callable[[Any], torch.Tensor] | None
+ALONE = Ranks()
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer] | torch.optim.Optimizer | str | None
 
 
@@ -37,6 +39,7 @@ class TrainingStep:
             after backward.
         device: Where it is to run, as users name it.
         loop: The training loop around it.
+        ranks: The ranks that train together; the model is what one of them computes, with whole weights.
     """
 
     model: nn.Module
@@ -46,6 +49,7 @@ class TrainingStep:
     optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None
     device: Device = None
     loop: Loop = COMMON
+    ranks: Ranks = ALONE
 
     @staticmethod
     def of(

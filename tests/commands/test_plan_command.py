@@ -439,3 +439,35 @@ def test_what_cannot_be_asked(argv: list[str], message: str, capsys: pytest.Capt
     output = capsys.readouterr()
     assert output.out == ""
     assert message in output.err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["gpt2", "--fsdp", "2", "--pp", "2"], "--fsdp does not go with --pp"),
+        (["gpt2", "--dp", "2", "--reshard-after-forward", "no"], "--reshard-after-forward goes with --fsdp"),
+        (["gpt2", "--fsdp", "4", "--batch", "6"], "--batch is 6, which 4 replicas"),
+        (["gpt2", "--fsdp", "4", "--reduce-dtype", "fp9"], "'fp9' is no floating type of PyTorch"),
+    ],
+)
+def test_ranks_that_cannot_be_asked_for(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A command line whose ranks are not planned ends with 2 and what to write."""
+    assert cli.main(["plan", *argv, "--budget", "0.5", "--sequence", "16"]) == cli.USAGE
+    assert message in capsys.readouterr().err
+
+
+def test_ranks_that_share_weights(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """More ranks of FSDP hold less of weights and states; the plan's file says the ranks, and a report is of them."""
+    peaks: list[int] = []
+    out = tmp_path / "plan.json"
+    for ranks in ("2", "4"):
+        argv = [llama, "--fsdp", ranks, "--mbs", "2", "--sequence", "64", "--batch", "16", "--budget", "1GiB"]
+        assert cli.main(["plan", *argv, "--out", str(out), "--json"]) == cli.OK
+        found = json.loads(capsys.readouterr().out)
+        assert found["ranks"]["fsdp"] == int(ranks)
+        assert found["inputs"]["input_ids"] == [2, 64]
+        assert found["accumulate"] == 8 // int(ranks)
+        peaks.append(found["plan"]["prediction"]["peak_bytes"])
+    assert peaks[0] > peaks[1]
+    assert cli.main(["report", str(out), "--points", "0", "--json"]) == cli.OK
+    assert str(peaks[1]) in capsys.readouterr().out

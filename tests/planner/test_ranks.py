@@ -13,6 +13,7 @@ from support.zoo import mean_loss
 from torch_recompute import Plan, apply, measure, simulate
 from torch_recompute.devices import DEVICES
 from torch_recompute.errors import ArgumentError, BudgetError
+from torch_recompute.plan.ranks import Ranks
 from torch_recompute.planner.bound import bound
 from torch_recompute.planner.cost import Costs, Graph, Kind, Node, Option, Segment
 from torch_recompute.planner.layout import Layout, LayoutPlanner, RankPlan, Sharded, step_seconds
@@ -106,14 +107,14 @@ def test_the_ranks_of_a_group_make_up_the_model(name: str, sequence: bool) -> No
 
 def test_layers_that_do_not_divide_evenly() -> None:
     """The ranks with the embedding and the head are the last to get one more."""
-    assert Layout(pp=4).pipeline(10).bounds == ((0, 2), (2, 5), (5, 8), (8, 10))
-    assert Layout(pp=2, vpp=2).pipeline(5).bounds == ((0, 1), (1, 3), (3, 4), (4, 5))
-    assert Layout(pp=4).pipeline(11).bounds == ((0, 3), (3, 6), (6, 9), (9, 11))
+    assert Layout(Ranks(pp=4)).pipeline(10).bounds == ((0, 2), (2, 5), (5, 8), (8, 10))
+    assert Layout(Ranks(pp=2, vpp=2)).pipeline(5).bounds == ((0, 1), (1, 3), (3, 4), (4, 5))
+    assert Layout(Ranks(pp=4)).pipeline(11).bounds == ((0, 3), (3, 6), (6, 9), (9, 11))
 
 
 @pytest.fixture(scope="module")
 def planner() -> LayoutPlanner:
-    layout = Layout(tp=2, pp=2, vpp=2, dp=2, sequence_parallel=True, batch=16)
+    layout = Layout(Ranks(tp=2, pp=2, vpp=2, dp=2, sequence_parallel=True), batch=16)
     return LayoutPlanner(built(), "MODEL", layout, TOKENS, "adamw", "h100")
 
 
@@ -161,7 +162,7 @@ def test_more_memory_never_costs_more(planner: LayoutPlanner) -> None:
 
 def test_a_budget_that_earlier_ranks_feel_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that hold alike recompute the more the earlier they are, and run alike stages once, also in later calls."""
-    planner, again = (LayoutPlanner(built(), "MODEL", Layout(pp=4), TOKENS, "none", "h100") for _ in range(2))
+    planner, again = (LayoutPlanner(built(), "MODEL", Layout(Ranks(pp=4)), TOKENS, "none", "h100") for _ in range(2))
     assert planner.pipeline.alike == [0, 1, 1, 3]
     plain = [rank.plain_peak_bytes for rank in planner.plans("1TiB")]
     budget = (plain[1] + plain[2]) // 2 - (plain[1] - plain[2])
@@ -174,7 +175,7 @@ def test_a_budget_that_earlier_ranks_feel_more(monkeypatch: pytest.MonkeyPatch) 
 
 @functools.cache
 def planned(pp: int, vpp: int) -> LayoutPlanner:
-    return LayoutPlanner(built(), "MODEL", Layout(pp=pp, vpp=vpp, batch=2 * pp), TOKENS, "none", "cpu")
+    return LayoutPlanner(built(), "MODEL", Layout(Ranks(pp=pp, vpp=vpp), batch=2 * pp), TOKENS, "none", "cpu")
 
 
 @pytest.mark.parametrize("share", ["1TiB", "30%"], ids=["no region", "30%"])
@@ -187,7 +188,7 @@ def test_the_peak_of_a_rank_that_runs(vpp: int, number: int, share: str) -> None
     held = nn.ParameterList(model.get_parameter(name) for name in planner.pipeline.ranks[number].parameters)
     for parameter in held:
         parameter.grad = torch.zeros_like(parameter)
-    stages = Stages(model, plan, planner.layout.pp)
+    stages = Stages(model, plan, planner.layout.ranks.pp)
     handle = apply(model, plan.plan)
     with measure(held) as memory:
         if number == 0:  # which computes rotary tables in a stage
@@ -240,7 +241,7 @@ def test_the_optimizer_of_a_rank() -> None:
     sizes: dict[tuple[str, int], int] = {}
     for word, replicas in (("adamw", 1), ("adamw", 4), ("sgd", 1), ("none", 1)):
         weight = nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
-        optimizer = Sharded([weight], replicas, word)
+        optimizer = Sharded([weight], Ranks(dp=replicas), word)
         assert weight.grad is not None
         weight.grad.fill_(1.0)
         optimizer.step()
@@ -249,6 +250,16 @@ def test_the_optimizer_of_a_rank() -> None:
         state = optimizer.state.get(weight, {})
         sizes[word, replicas] = sum(tensor.untyped_storage().nbytes() for tensor in state.values())
     assert sizes == {("adamw", 1): 12 * 64, ("adamw", 4): 12 * 16, ("sgd", 1): 0, ("none", 1): 0}
+
+
+def test_the_states_of_experts() -> None:
+    """Those of an expert's weight are shared by the ranks that have it, with and without context parallelism."""
+    for ranks, copies in ((Ranks(dp=8), 8), (Ranks(dp=8, ep=4), 2), (Ranks(dp=2, cp=2, ep=4), 1), (Ranks(ep=1), 1)):
+        weight: Any = nn.Parameter(torch.ones(8, 8))
+        weight.allreduce = False
+        optimizer = Sharded([weight], ranks, "adamw")
+        optimizer.step()
+        assert optimizer.state[weight]["mean"].numel() == 64 // copies
 
 
 @pytest.mark.parametrize(
@@ -279,7 +290,7 @@ def test_what_a_collective_sends(op: str, sent: int | None) -> None:
 def test_layouts_that_a_model_refuses(layout: dict[str, Any], message: str) -> None:
     """Sizes that cannot be shared, and pipelines longer than the model."""
     with pytest.raises(ArgumentError, match=message):
-        LayoutPlanner(built(), "MODEL", Layout(**layout), TOKENS, "none", "h100")
+        LayoutPlanner(built(), "MODEL", Layout(Ranks(**layout)), TOKENS, "none", "h100")
 
 
 def test_a_model_with_more_before_its_layers() -> None:
@@ -289,7 +300,7 @@ def test_a_model_with_more_before_its_layers() -> None:
         gpt2: Any = transformers.GPT2LMHeadModel._from_config(config)
     with pytest.raises(ArgumentError, match="does not say how wide a head is"):
         rank_model(gpt2, "MODEL", 2, False)
-    first, last = LayoutPlanner(gpt2, "MODEL", Layout(pp=2), TOKENS, "none", "h100").pipeline.ranks
+    first, last = LayoutPlanner(gpt2, "MODEL", Layout(Ranks(pp=2)), TOKENS, "none", "h100").pipeline.ranks
     assert "transformer.wpe.weight" in first.parameters
     assert "transformer.wpe.weight" not in last.parameters
     assert set(first.parameters) & set(last.parameters) == {"transformer.wte.weight"}

@@ -14,6 +14,7 @@ from torch import nn
 from distributed.staged import Net, planner, plans_for
 from support.zoo import mean_loss
 from torch_recompute import ArgumentError, BudgetError, StagePlans, Stages, apply, make_plan
+from torch_recompute.plan.ranks import Ranks
 from torch_recompute.planner.cost import Costs, Kind, Option, Segment
 from torch_recompute.planner.known import Known
 from torch_recompute.planner.layout import Layout
@@ -186,7 +187,7 @@ def test_every_layout_has_a_plan_or_a_sentence(layers: int) -> None:
     plain = SimpleNamespace(live_by_category={"activations": 0})
     for pp, vpp in product(range(2, 6), range(1, 5)):
         known = SimpleNamespace(profile=profile, known=Known(), plain=plain, price=lambda op: 0.0)
-        pipeline = Layout(pp=pp, vpp=vpp).pipeline(layers)
+        pipeline = Layout(Ranks(pp=pp, vpp=vpp)).pipeline(layers)
         for rank in Imagined(known, pipeline, None, megatron=True).ranks:  # type: ignore[arg-type]
             seconds: list[float] = []
             for budget in (1, "10%", "70%", 2**40):

@@ -105,6 +105,7 @@ from torch_recompute.memory.budget import read_budget
 from torch_recompute.memory.free import free_bytes
 from torch_recompute.memory.meter import meter_for
 from torch_recompute.plan.plan import Prediction
+from torch_recompute.plan.ranks import Ranks
 from torch_recompute.plan.units import find_units, register
 from torch_recompute.planner.cost import Costs, Kind, Option, Point, Segment
 from torch_recompute.planner.hosts import link_of
@@ -871,8 +872,39 @@ def plans_for_too_little(**options: Any) -> None:
     make_plan(model, **(options or {"args": args}), budget=100, loss=loss, device="h100")
 
 
+def mixture() -> torch.nn.Module:
+    """A mixture of 8 experts, as transformers has it."""
+    import transformers
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
+    return transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock(transformers.MixtralConfig(**sizes))
+
+
+class Listed(torch.nn.Module):
+    """A mixture whose experts are a list of modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = torch.nn.Linear(8, 4, bias=False)
+        each = (torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8)) for _ in range(4))
+        self.experts = torch.nn.ModuleList(each)
+
+
+class Scalar(torch.nn.Linear):
+    """A product that is scaled."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+
+def on_ranks(ranks: Ranks, *, model: torch.nn.Module | None = None, **options: Any) -> None:
+    args = {"args": (torch.ones(2, 8),), "loss": torch.sum, "device": "h100", "budget": "1GiB"}
+    make_plan(model or torch.nn.Linear(8, 8), ranks=ranks, **args, **options)
+
+
 def cut_up(model: torch.nn.Module, **layout: Any) -> None:
-    LayoutPlanner(model, "MODEL", Layout(**layout), 8, "none", "h100")
+    LayoutPlanner(model, "MODEL", Layout(Ranks(**layout)), 8, "none", "h100")
 
 
 def too_little_on_a_command_line(*options: str) -> None:
@@ -896,6 +928,7 @@ class OverFull:
             parameters=1,
             **sizes,
             held=(1,),
+            sent=(),
             activation_bytes=(1 + rank) * GIB,
             plain_peak_bytes=6 * GIB,
             link_bytes=0,
@@ -1256,9 +1289,29 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: choose(Costs({"a": COSTS.kinds["layer"]}, (Segment("net", "b", 0, 0),)), 1),
     # steps over ranks
     lambda: plans("gpt2-xl", "--frontier", "--pp", "2"),
-    lambda: Layout(dp=2, mbs=3, batch=8),
-    lambda: Layout(pp=4, vpp=2, batch=6),
-    lambda: Layout(pp=4, vpp=2).pipeline(6),
+    lambda: Ranks(zero=4),
+    lambda: Ranks(fsdp=8, zero=1),
+    lambda: Ranks(cp=2, cp_kind="ring"),
+    lambda: on_ranks(Ranks(cp=2, zero=0)),
+    lambda: plans("llama3-8b", "--budget", "1GiB", "--sequence", "96", "--cp", "64"),
+    lambda: plans("llama3-8b", "--budget", "1GiB", "--sequence", "96", "--cp", "16", "--cp-kind", "ulysses"),
+    lambda: Ranks(dp=12, ep=8),
+    lambda: Ranks(tp=2, dp=4, ep=4, etp=1),
+    lambda: Ranks(dp=4, ep=4, imbalance=0.5),
+    lambda: on_ranks(Ranks(dp=4, ep=4, zero=0)),
+    lambda: on_ranks(Ranks(dp=3, ep=3, zero=0), model=mixture()),
+    lambda: on_ranks(Ranks(dp=2, ep=2, zero=0), model=Listed()),
+    lambda: on_ranks(Ranks(pp=2)),
+    lambda: on_ranks(Ranks(dp=2)),
+    lambda: on_ranks(Ranks(fsdp=2, param_dtype="fp9")),
+    lambda: on_ranks(Ranks(fsdp=2), stages=Stages("1F1B", 2, 2)),
+    lambda: on_ranks(Ranks(fsdp=2), model=Scalar()),
+    lambda: on_ranks(Ranks(fsdp=2), model=(one := torch.nn.Linear(8, 8)), optimizer=torch.optim.SGD([one.weight])),
+    lambda: plans("gpt2", "--budget", "1GiB", "--fsdp", "2", "--pp", "2"),
+    lambda: plans("gpt2", "--budget", "1GiB", "--dp", "2", "--reshard-after-forward", "no"),
+    lambda: Layout(Ranks(dp=2), mbs=3, batch=8),
+    lambda: Layout(Ranks(pp=4, vpp=2), batch=6),
+    lambda: Layout(Ranks(pp=4, vpp=2)).pipeline(6),
     lambda: cut_up(torch.nn.Linear(2, 2), dp=2),
     lambda: cut_up(torch.nn.Linear(2, 2), tp=2),
     lambda: cut_up(torch.nn.Linear(2, 2), tp=3, sequence_parallel=True),

@@ -25,6 +25,7 @@ def functional() -> Any:
     return torch.ops._c10d_functional
 
 
+_operations: Any = torch
 _plain: Any = getattr(torch.Tensor, "__torch_dispatch__")  # noqa: B009
 
 
@@ -91,3 +92,13 @@ def backward_for_weights(weights: Iterable[torch.nn.Parameter], groups: Any) -> 
     from torch.distributed.pipelining import _backward
 
     _backward.stage_backward_weight(iter(weights), groups)
+
+
+def copy_all(into: Iterable[torch.Tensor], tensors: Iterable[torch.Tensor]) -> None:
+    """Copies tensors into others of their shapes, converted, in one call."""
+    _operations._foreach_copy_(list(into), list(tensors))
+
+
+def into_chunks(tensors: Sequence[torch.Tensor], into: torch.Tensor) -> None:
+    """Cuts tensors, padded, into as many parts as a buffer has rows, and writes the parts of each number to one row."""
+    _operations._chunk_cat(list(tensors), 0, into.shape[0], out=into)

@@ -37,7 +37,7 @@ from . import output as out
 from . import trials
 from .models import DTYPES, PRESETS
 from .output import GIB, MIB
-from .trials import DONE, MISMATCH, NO_PLAN, OUT, REFUSED, Ranks, Record, Setting, TrialTask, Workload, worst
+from .trials import DONE, MISMATCH, NO_PLAN, OUT, REFUSED, OneProcess, Record, Setting, TrialTask, Workload, worst
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -815,7 +815,7 @@ def run(
     config: BenchConfig,
     *,
     journal: Journal,
-    ranks: Ranks,
+    ranks: OneProcess,
     golden: Golden | None = None,
     progress: Callable[[str], object] = lambda _: None,
 ) -> Result:
@@ -861,7 +861,9 @@ class _Rounds:
         limit: The number of rounds, in words for the progress.
     """
 
-    def __init__(self, config: BenchConfig, journal: Journal, ranks: Ranks, progress: Callable[[str], object]) -> None:
+    def __init__(
+        self, config: BenchConfig, journal: Journal, ranks: OneProcess, progress: Callable[[str], object]
+    ) -> None:
         self._config, self._journal, self._ranks, self._progress = config, journal, ranks, progress
         self.ended: dict[str, list[list[Record]]] = {setting.name: [] for setting in config.settings}
         self.taken = dict.fromkeys(self.ended, 0)

@@ -20,7 +20,7 @@ import inspect
 import json
 import sys
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import reduce
 from importlib.resources import files
 from importlib.util import find_spec
@@ -36,9 +36,11 @@ from ..memory.batch import ExampleCall, call_of
 from ..memory.budget import Limit
 from ..memory.loop import Loop
 from ..plan.plan import Plan
+from ..plan.ranks import Ranks
+from ..planner.layout import Layout, one_rank
 from ..planner.profile import Profile
 from ..planner.solve import frontier, planned
-from ..training_step import OPTIMIZERS, USUAL, Loss, TrainingStep, optimizer_of
+from ..training_step import ALONE, OPTIMIZERS, USUAL, Loss, TrainingStep, any_loss, optimizer_of
 
 DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PRESETS: Mapping[str, dict[str, Any]] = json.loads((files(__package__ or "") / "presets.json").read_text("utf-8"))
@@ -46,7 +48,31 @@ PRESETS: Mapping[str, dict[str, Any]] = json.loads((files(__package__ or "") / "
 SEQUENCE = 4096
 POINTS = 10
 """The most points of a curve of budget against seconds."""
-STEP_WORDS = ("model", "batch", "sequence", "dtype", "optimizer", "device")
+RANK_WORDS = {
+    "tp": "ranks that share each layer: tensor parallel (1)",
+    "pp": "ranks that share the layers: pipeline parallel, by 1F1B (1)",
+    "vpp": "chunks of layers on each of these, by interleaved 1F1B (1)",
+    "cp": "ranks that share the tokens of each sequence: context parallel (1)",
+    "ep": "ranks that share the experts of each mixture: expert parallel, by all-to-all (1)",
+    "etp": "ranks that share each expert (those of --tp)",
+    "dp": "replicas; they share what --zero says (1)",
+    "fsdp": "ranks that share weights, gradients and states: FSDP2; with --dp, replicas of so many (1)",
+    "zero": "what replicas share: 0 nothing, 1 the optimizer's states (the default), 2 gradients, 3 weights as well",
+    "mbs": "sequences in a microbatch (1); --batch over --dp, --fsdp and this is how many microbatches a step has",
+}
+"""The options of ranks that are numbers, and what they mean."""
+RANK_KINDS: Mapping[str, type] = {
+    "sequence_parallel": bool,
+    "cp_kind": str,
+    "imbalance": float,
+    "reshard_after_forward": str,
+    "reduce_dtype": str,
+}
+"""The other options of ranks."""
+STEP_WORDS = (
+    *("model", "batch", "sequence", "dtype", "optimizer", "device"),
+    *(*RANK_WORDS, *RANK_KINDS),
+)
 """The options that describe a step, on the command line and in the file of a plan."""
 
 _MODEL = "Write pkg.module:name, or the path of a Hugging Face config.json or of its folder."
@@ -144,7 +170,7 @@ def check_sizes(args: argparse.Namespace) -> None:
 
 def words_of(args: argparse.Namespace) -> dict[str, str | int]:
     """Returns the options of the step that a command line has, without those that were left out."""
-    return {name: getattr(args, name) for name in STEP_WORDS if getattr(args, name) is not None}
+    return {name: value for name in STEP_WORDS if (value := getattr(args, name, None)) is not None}
 
 
 class Loaded(NamedTuple):
@@ -483,16 +509,26 @@ class AskedStep(TrainingStep):
 
     @staticmethod
     def asked(args: argparse.Namespace) -> AskedStep:
-        """Reads the step of a command line."""
+        """Reads the step of a command line; of ranks that share it, that of one."""
         optimizer_of("--optimizer", args.optimizer)
+        ranks, loop = ranks_of(args), loop_of(args)
+        if ranks.fully_sharded:
+            layout = Layout(ranks, args.mbs or 1, args.batch)
+            loop = replace(loop, accumulate=max(loop.accumulate, layout.microbatches))
+            args = argparse.Namespace(**{**vars(args), "batch": args.mbs})
         model, call, loss, built_here = load_with_batch(args)
         if built_here:
             check_head(model, args.model, call[1])
         meta = all(parameter.is_meta for parameter in model.parameters())
         device, optimizer = args.device or ("h100" if meta else None), (args.optimizer or USUAL).lower()
-        step = model, *call, loss, OPTIMIZERS[optimizer], device, loop_of(args)
+        if built_here and ranks.fully_sharded:
+            if ranks.tp * ranks.cp > 1:
+                model, _, batch = one_rank(model, args.model, ranks, args.mbs or 1, call[1]["input_ids"].shape[1])
+                call, loss = ((), batch), any_loss
+            ranks = mixed_precision(model, args, ranks)
         notes = notes_on(model, args.model, call[1]) if built_here else ()
-        return AskedStep(*step, args.model, optimizer, getattr(args, "offload", False), notes, built_here)
+        words: Any = args.model, optimizer, getattr(args, "offload", False), notes, built_here
+        return AskedStep(model, *call, loss, OPTIMIZERS[optimizer], device, loop, ranks, *words)
 
     def __str__(self) -> str:
         data = self.as_data()
@@ -500,6 +536,7 @@ class AskedStep(TrainingStep):
         return (
             f"{self.word}: {data['class']}, {data['parameters']:,} parameters in {' and '.join(data['dtypes'])}; "
             f"{shapes or 'no tensors'}; optimizer {self.optimizer_word}"
+            f"{f'; {self.ranks}' if self.ranks != ALONE else ''}"
         )
 
     def as_data(self) -> dict[str, Any]:
@@ -519,6 +556,7 @@ class AskedStep(TrainingStep):
             },
             "optimizer": self.optimizer_word,
             "offload": self.offload,
+            **({"ranks": self.ranks.as_data()} if self.ranks != ALONE else {}),
             "notes": list(self.notes),
             **self.loop.words,
         }
@@ -528,6 +566,25 @@ def curve(profile: Profile, most: int = POINTS) -> list[Plan]:
     """Returns at most so many plans along the whole curve of budget against seconds, the least budget first."""
     points = frontier(profile.costs, most)
     return [planned(profile, profile.costs, point, Limit(point.peak_bytes)) for point in points]
+
+
+def ranks_of(args: argparse.Namespace) -> Ranks:
+    """Reads the ranks of a command line; those of a command without such options are one."""
+    names = [field.name for field in fields(Ranks)]
+    given: dict[str, Any] = {name: value for name in names if (value := getattr(args, name, None)) is not None}
+    if getattr(args, "reshard_after_forward", None) == "no":
+        if not Ranks(**given).fully_sharded:
+            raise errors.ArgumentError(errors.goes_with("--reshard-after-forward", "--fsdp"))
+        given["zero"] = 2
+    return Ranks(**given)
+
+
+def mixed_precision(model: nn.Module, args: argparse.Namespace, ranks: Ranks) -> Ranks:
+    """Gives a model that is built here float32 weights, and has ranks compute in bfloat16, unless --dtype says more."""
+    if args.dtype is not None:
+        return ranks
+    model.float()
+    return replace(ranks, param_dtype="bfloat16", reduce_dtype=ranks.reduce_dtype or "float32")
 
 
 def made_by_a_function(option: str, model: str) -> str:

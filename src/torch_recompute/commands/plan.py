@@ -26,12 +26,14 @@ from .._text import explained, table
 from ..memory.budget import enough, read_budget, too_small
 from ..memory.ledger import CountedOnce
 from ..plan.plan import Plan, SizeClass, shape_in_words
+from ..plan.ranks import KINDS_OF_CP, Ranks
 from ..planner.alternatives import Alternative, alternatives, held_by, in_words
 from ..planner.configurations import PEAK_WORDS, configurations, peaks_of
-from ..planner.layout import Layout, LayoutPlanner, RankPlan, no_pipeline, step_seconds
+from ..planner.layout import Layout, LayoutPlanner, RankPlan, no_pipeline, plan_of_shard, step_seconds
 from ..planner.longest import Longest
 from ..planner.planner import Planner
 from ..planner.profile import Profile
+from ..planner.sent import Sent
 from ..training_step import optimizer_of
 from . import models
 from . import output as out
@@ -53,9 +55,8 @@ CURVE_WORDS = {
 """The columns of the curve, and what they mean."""
 RANK_OPTIMIZERS = ("adamw", "sgd", "none")
 FLAT = 0.02  # a curve whose peaks differ by less offers nothing
-SIZES = ("tp", "pp", "vpp", "dp", "mbs")
 TITLES = (
-    *("rank", "in flight", "weights", "grads", "optimizer", "activations", "peak", "plain peak"),
+    *("rank", "in flight", "weights", "grads", "optimizer", "activations", "buffers", "peak", "plain peak"),
     *("microbatch ms", "replays ms", "gap", "links ms"),
 )
 
@@ -136,7 +137,7 @@ def command(args: argparse.Namespace) -> int:
         _draw(output.plot, profile, plans, str(step))
     output.give(
         lambda: _to_json(step, profile, plans, flat, frontier=args.frontier),
-        lambda console: _print(console, step, profile, plans, flat, frontier=args.frontier, explain=args.explain),
+        lambda console: _print_step(console, args, planner, plans, flat),
     )
     return OK
 
@@ -145,7 +146,7 @@ def _check_weights(step: AskedStep, budget: str) -> None:
     """Refuses a budget that the weights alone exceed, before anything is simulated."""
     asked = read_budget(budget)
     held = CountedOnce()
-    weights = held.add([*step.model.parameters(), *step.model.buffers()])
+    weights = held.add([*step.model.parameters(), *step.model.buffers()]) // step.ranks.shards
     if asked.bytes is None or asked.bytes >= weights:
         return
     trained = sum(weight.nbytes for weight in step.model.parameters() if weight.requires_grad)
@@ -215,6 +216,16 @@ def _to_json(step: AskedStep, profile: Profile, plans: Sequence[Plan], flat: Seq
         **({"frontier": data, "flat": flat} if frontier else {"plan": data[0]}),
     }
     return out.document("plan", SCHEMA_VERSION, found)
+
+
+def _print_step(console: Console, args: argparse.Namespace, planner: Planner, plans: Sequence[Plan], flat: Any) -> None:
+    """Prints the plan or the curve of a step; of one that ranks share, also what this rank holds and sends."""
+    step: Any = planner.step
+    _print(console, step, planner.profile, plans, flat, frontier=args.frontier, explain=args.explain)
+    if step.ranks != Ranks():
+        if not args.frontier:
+            _print_rows(console, [plan_of_shard(planner, plans[0])])
+        _print_sent(console, planner.sent)
 
 
 def _print_head(console: Console, head: str, notes: Sequence[str]) -> None:
@@ -441,17 +452,27 @@ def _add_rank_options(parser: argparse.ArgumentParser) -> None:
         "One plan for each rank of the pipeline. --budget is that of each rank. For language models by name or "
         "configuration.",
     )
-    for name, what in (
-        ("tp", "ranks that share each layer: tensor parallel (1)"),
-        ("pp", "ranks that share the layers: pipeline parallel, by 1F1B (1)"),
-        ("vpp", "chunks of layers on each of these, by interleaved 1F1B (1)"),
-        ("dp", "replicas; they share the optimizer's state, as with ZeRO-1 (1)"),
-        ("mbs", "sequences in a microbatch (1); --batch over --dp and this is how many microbatches a step has"),
-    ):
+    for name, what in models.RANK_WORDS.items():
         group.add_argument(f"--{name}", type=int, metavar="N", help=what)
     group.add_argument(
-        "--sequence-parallel", action="store_true", help="norms and residuals hold a share of the tokens (with --tp)"
+        "--sequence-parallel",
+        action="store_true",
+        default=None,
+        help="norms and residuals hold a share of the tokens (with --tp)",
     )
+    group.add_argument("--cp-kind", choices=KINDS_OF_CP, help="how attention sees the others' tokens (all-gather)")
+    group.add_argument(
+        "--imbalance",
+        type=float,
+        metavar="X",
+        help="tokens of the rank whose experts get the most, over the mean (1.0)",
+    )
+    group.add_argument(
+        "--reshard-after-forward",
+        choices=("yes", "no"),
+        help="whether ranks of --fsdp free a layer's weights between its forward and its backward (yes)",
+    )
+    group.add_argument("--reduce-dtype", metavar="DTYPE", help="in which --fsdp reduces gradients (float32)")
 
 
 def _goes_without(option: str, other: str, why: str) -> str:
@@ -461,9 +482,13 @@ def _goes_without(option: str, other: str, why: str) -> str:
 
 def _layout_of(args: argparse.Namespace) -> Layout | None:
     """Returns the layout over ranks that a command line describes; None for one rank."""
-    given = {name: value for name in SIZES if (value := getattr(args, name)) is not None}
-    if not given and not args.sequence_parallel:
+    given = {name: value for name in models.RANK_WORDS if (value := getattr(args, name)) is not None}
+    ranks = models.ranks_of(args)
+    if (not given and ranks == Ranks()) or (ranks.fully_sharded and ranks.pp == 1):
         return None
+    if ranks.fully_sharded:
+        why = "of a pipeline, ranks with batches of their own are planned to share the optimizer's states alone"
+        raise errors.ArgumentError(_goes_without("--fsdp" if ranks.fsdp > 1 else f"--zero {ranks.zero}", "--pp", why))
     option = next((f"--{name}" for name in given), "--sequence-parallel")
     if args.frontier:
         raise errors.ArgumentError(_goes_without("--frontier", option, "it is the curve of one device"))
@@ -486,7 +511,7 @@ def _layout_of(args: argparse.Namespace) -> Layout | None:
     if args.optimizer not in RANK_OPTIMIZERS:
         why = f"of ranks, whose optimizer is Megatron's, are planned {', '.join(RANK_OPTIMIZERS)}"
         raise errors.ArgumentError(_goes_without(f"--optimizer {args.optimizer}", option, why))
-    return Layout(**given, sequence_parallel=args.sequence_parallel, batch=args.batch)
+    return Layout(ranks, args.mbs or 1, args.batch)
 
 
 def _plan_ranks(args: argparse.Namespace, layout: Layout, output: Output) -> int:
@@ -542,9 +567,7 @@ def _ranks_to_json(args: argparse.Namespace, layout: Layout, plans: Sequence[Ran
 def _print_ranks(console: Console, layout: Layout, plans: Sequence[RankPlan]) -> None:
     """Prints the ranks, their plans, and the step."""
     console.print(str(layout))
-    unit, name = errors.unit_of(max(plan.plain_peak_bytes for plan in plans))
-    for line in table([TITLES, *(_rank_row(plan, unit) for plan in plans)]):
-        console.print(line)
+    name = _print_rows(console, plans)
     for plan in plans:
         console.print(f"rank {plan.rank}: layers {_ranges(plan.layers)}", style="bold")
         for line in plan.plan.prediction.lines if plan.plan.prediction is not None else ():
@@ -552,23 +575,38 @@ def _print_ranks(console: Console, layout: Layout, plans: Sequence[RankPlan]) ->
                 f"  {line.count} x keeps {errors.size(line.saved_bytes)}, frees {errors.size(line.freed_bytes)}, "
                 f"costs {1000 * line.seconds:,.3f} ms  {line.where}: {line.what}",
             )
+        _print_sent(console, plan.sent)
     step, plain = step_seconds(layout, plans), step_seconds(layout, plans, plain=True)
     console.print(
         f"step {1000 * step:,.1f} ms, {step / plain - 1:+.1%} for replays: {layout.microbatches} microbatches of the "
-        f"slowest rank and {(layout.pp - 1) / layout.vpp:g} to fill and drain the pipeline, then "
+        f"slowest rank and {(layout.ranks.pp - 1) / layout.ranks.vpp:g} to fill and drain the pipeline, then "
         f"{1000 * max(plan.optimizer_seconds for plan in plans):,.1f} ms of the optimizer"
     )
     console.print(
         f"Sizes in {name}. In flight: microbatches of a chunk at the peak, over all chunks. Gap: no schedule of "
         "keeping and recomputing saves more of the rank's time. Links: collectives inside a layer, counted in a "
-        "microbatch. Not counted: what is sent between stages and between replicas. Replicas share the optimizer's "
-        "state, as Megatron's distributed optimizer does; gradients are in buffers of the weights' type.",
+        "microbatch. Replicas share the optimizer's state, as Megatron's distributed optimizer does; gradients are in "
+        f"buffers of {layout.ranks.reduce_dtype or 'the type of weights'}.",
         style="dim",
     )
 
 
+def _print_rows(console: Console, plans: Sequence[RankPlan]) -> str:
+    """Prints a row for each rank; returns the unit of its sizes."""
+    unit, name = errors.unit_of(max(plan.plain_peak_bytes for plan in plans))
+    for line in table([TITLES, *(_rank_row(plan, unit) for plan in plans)]):
+        console.print(line)
+    return name
+
+
+def _print_sent(console: Console, sent: Sequence[Sent]) -> None:
+    """Prints what a rank sends in a step, for which purpose and over which link."""
+    if sent:
+        console.print(f"  sent in a step: {'; '.join(map(str, sent))}")
+
+
 def _rank_row(plan: RankPlan, unit: int) -> tuple[str, ...]:
-    sizes = (plan.weight_bytes, plan.gradient_bytes, plan.optimizer_bytes, plan.activation_bytes)
+    sizes = (plan.weight_bytes, plan.gradient_bytes, plan.optimizer_bytes, plan.activation_bytes, plan.buffer_bytes)
     seconds = (plan.microbatch_seconds, plan.replay_seconds)
     return (
         str(plan.rank),

@@ -32,7 +32,7 @@ from ..plan.plan import Plan
 from ..training_step import OPTIMIZERS, Loss, MakeOptimizer, TrainingStep
 from . import models
 from . import output as out
-from .models import DTYPES, POINTS, STEP_WORDS, AskedStep
+from .models import DTYPES, POINTS, RANK_KINDS, RANK_WORDS, STEP_WORDS, AskedStep
 from .output import OK, Output
 from .report_data import Clock, Reported, collect
 
@@ -194,7 +194,7 @@ def _step(args: argparse.Namespace) -> argparse.Namespace:
                 "step."
             )
         known: dict[str, Any] = {"dtype": DTYPES, "optimizer": OPTIMIZERS, "device": (*DEVICES, "cpu")}
-        kinds = {"model": str, "batch": int, "sequence": int}
+        kinds = {"model": str, **dict.fromkeys(("batch", "sequence", *RANK_WORDS), int), **RANK_KINDS}
         for name, word in words.items():
             if not (word in known[name] if name in known else type(word) is kinds.get(name)):
                 raise errors.ArgumentError(

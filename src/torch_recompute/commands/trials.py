@@ -543,7 +543,7 @@ def _meet(host: str, port: int, prefix: str, *, hosts: bool = False) -> Any:
     return dist.PrefixStore(prefix, store)  # pyright: ignore[reportPrivateImportUsage]
 
 
-class Ranks:
+class OneProcess:
     """The ranks of a run, here one alone: the number of this one, and how many there are."""
 
     rank = 0
@@ -561,7 +561,7 @@ class Ranks:
         """Called at the end."""
 
 
-class Together(Ranks):
+class Together(OneProcess):
     """Several ranks, from torchrun's environment: RANK, WORLD_SIZE, LOCAL_RANK and an address."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
@@ -601,6 +601,6 @@ class Together(Ranks):
             self._store.wait([f"left/{rank}" for rank in range(self.count)])
 
 
-def ranks_of_environment() -> Ranks:
+def ranks_of_environment() -> OneProcess:
     """Returns the ranks that this process belongs to."""
-    return Together(os.environ) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else Ranks()
+    return Together(os.environ) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else OneProcess()

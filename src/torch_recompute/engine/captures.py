@@ -484,7 +484,10 @@ class _Scan:
         return self._tuples is not None and PLAIN.issuperset(map(type, _flat([own[i] for i in self._tuples])))
 
 
-_WRAPPERS = ("torch.distributed.fsdp.", "torch.distributed._composable.", "torch.nn.parallel.")
+_WRAPPERS = (
+    *("torch.distributed.fsdp.", "torch.distributed._composable.", "torch.nn.parallel."),
+    "torch_recompute.simulation.fully_sharded",
+)
 
 
 def _tracks_phases(module: nn.Module) -> bool:

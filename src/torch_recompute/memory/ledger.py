@@ -84,8 +84,8 @@ class Ledger:
 
     Args:
         rounding: Sizes are rounded up to multiples of this many bytes.
-        told: Whether `resized` is called when a storage is resized by other than an operation. Else sizes are read
-            again at each peak.
+        told: Whether `resized` is called when a storage is resized by other than an operation; sizes are read again
+            then. Else they are at each peak.
 
     Attributes:
         live: Bytes alive.
@@ -160,7 +160,7 @@ class Ledger:
         """Raises the peak if this moment is one."""
         if self._empty:
             self._reread(self._empty.values())
-        if self.live > self.peak and self._unsure:
+        if self._unsure and (self._told or self.live > self.peak):
             self._reread(self._entries.values())
             self._unsure = not self._told
         if self.live > self.peak:

@@ -220,6 +220,7 @@ class ModuleStack:
         self._stack: list[tuple[str, int, Calls]] = []
         self._nodes: dict[int, tuple[str, Calls]] = {}
         self._counts: Counter[str] = Counter()
+        self._part = ""
 
     @property
     def module(self) -> str:
@@ -230,8 +231,21 @@ class ModuleStack:
         """Whether a module, or a part of it, has been called."""
         return any(self._names.get(id(part)) in self._counts for part in module.modules())
 
+    @contextlib.contextmanager
+    def within(self, part: str) -> Generator[None]:
+        """Calls what runs in the block a part of the module that runs, of that name."""
+        self._part = part
+        try:
+            yield
+        finally:
+            self._part = ""
+
     def now(self) -> tuple[str, str]:
         """Returns the phase and the path of the module; "" where that is the model itself or none."""
+        phase, module = self._now()
+        return phase, f"{module}.{self._part}".lstrip(".") if self._part else module
+
+    def _now(self) -> tuple[str, str]:
         run = thread.run
         if self.step == "optimizer":
             self.calls = ()

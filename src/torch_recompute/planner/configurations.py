@@ -38,6 +38,7 @@ from ..plan.labels import choices, matching, notes
 from ..plan.plan import Plan
 from ..plan.units import find_units
 from ..simulation import Simulation, simulate_step
+from ..simulation.recording import SHARDING
 from ..training_step import Loss, MakeOptimizer, TrainingStep
 from .hosts import stores_for
 from .ops import Op, op_of
@@ -219,7 +220,7 @@ def made_of(found: Simulation) -> dict[str, int]:
         "states": states,
         "kept by layers": use["saved"],
         "loss": use["loss"],
-        "transient": use["transient"] + by["optimizer"] - states,
+        "transient": use["transient"] + use.get(SHARDING, 0) + by["optimizer"] - states,
         "batch and output": by["other"],
     }
 

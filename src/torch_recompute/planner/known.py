@@ -62,6 +62,7 @@ class Known:
     Attributes:
         simulations: Simulated steps, by the choices of their plans.
         ran: The operations of the step without recomputation by phase, and how often each ran.
+        order: Of these, those of forward and backward in their order, where ranks send beside them.
         segments: The paths and kinds of the segments, the routers, and the dtype of autocast in the first segment.
         ways: The options of each kind of segment.
         clocked: Steps that were run, by the choices of their plans.
@@ -71,6 +72,7 @@ class Known:
 
     simulations: dict[Any, Simulation] = field(default_factory=dict[Any, "Simulation"])
     ran: Counter[tuple[str, Op]] = field(default_factory=Counter[tuple[str, "Op"]])
+    order: list[Op] = field(default_factory=list["Op"])
     segments: tuple[list[str], list[str], tuple[str, ...], str] | None = None
     ways: dict[str, Kind] = field(default_factory=dict[str, "Kind"])
     clocked: dict[Any, Clocked] = field(default_factory=dict[Any, "Clocked"])

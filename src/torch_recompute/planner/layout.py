@@ -6,10 +6,10 @@ part of every layer. The ranks of such a group and the replicas do the same, so 
 pipeline. The pipeline planner (`pipeline.py`) makes it: the model is a rank's slice of the whole
 (`tensor_parallel.py`), its stages are run by Megatron's runtime, and the optimizer is Megatron's as far as memory goes.
 
-Seconds are those of operations on one rank: a microbatch's forward and backward with the collectives of its
-tensor-parallel group, and the optimizer's step. From them follows a step of 1F1B, where a rank waits for the others
-while the pipeline fills and drains: (microbatches + (ranks - 1) / chunks) times the slowest rank's microbatch. What is
-sent between stages and between replicas is not counted; it overlaps, or does not depend on a plan.
+Seconds are those of operations on one rank: a microbatch's forward and backward with the collectives within its layers,
+and the optimizer's step. From them follows a step of 1F1B, where a rank waits for the others while the pipeline fills
+and drains: (microbatches + (ranks - 1) / chunks) times the slowest rank's microbatch. What is sent between stages is
+waited for, except in interleaved 1F1B, and so is what replicas send before and after the optimizer's step (`sent.py`).
 """
 
 from __future__ import annotations
@@ -27,59 +27,49 @@ from torch import nn
 from .. import errors
 from ..memory.loop import Loop
 from ..plan.plan import Plan
+from ..plan.ranks import Ranks
+from ..simulation.recording import SHARDING
 from ..training_step import TrainingStep, any_loss
 from .pipeline import Budget, PipelinePlanner, RankPlanner, paths_of_layers
 from .planner import Planner
 from .schedules import Pipeline, one_f_one_b, orders_named
+from .sent import Sent, between, sent
 from .tensor_parallel import check_divides, rank_model
 
 MOMENTS = ("mean", "square")
+STATES = {"weight": "parameters", "gradient": "gradients", "optimizer": "optimizer"}
+STAGES, GRADIENTS, WEIGHTS = "between stages", "gradients of replicas", "weights of replicas"
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The spread of a step over ranks."""
+    """A step that is spread over ranks: how they share it, and in which portions they take its batch."""
 
-    tp: int = 1  # ranks that share each layer (tensor parallel)
-    pp: int = 1  # ranks that share the layers (pipeline parallel)
-    vpp: int = 1  # chunks of layers on each of these (interleaved 1F1B); 1 for 1F1B
-    dp: int = 1  # replicas (data parallel), over which the optimizer's state is sharded
+    ranks: Ranks
     mbs: int = 1  # sequences in a microbatch
-    sequence_parallel: bool = False  # whether norms and residuals hold a share of the tokens each, instead of all
     batch: int | None = None  # sequences in a step, over all replicas; None for the default of `microbatches`
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "vpp", "dp", "mbs"):
-            value = getattr(self, name)
-            if value < 1:
-                raise errors.ArgumentError(errors.not_a_size(f"--{name}", value))
-        if self.vpp > 1 and self.pp == 1:
-            raise errors.ArgumentError(errors.goes_with("--vpp", "--pp"))
-        if self.sequence_parallel and self.tp == 1:
-            raise errors.ArgumentError(errors.goes_with("--sequence-parallel", "--tp"))
-        share = self.dp * self.mbs
+        if self.mbs < 1:
+            raise errors.ArgumentError(errors.not_a_size("--mbs", self.mbs))
+        ranks, share = self.ranks, self.ranks.batches * self.mbs
         if self.batch is not None and (self.batch < share or self.batch % share):
             raise errors.ArgumentError(
-                f"--batch is {self.batch}, which {self.dp} replicas (--dp) cannot take in microbatches of {self.mbs} "
-                f"(--mbs). Write a multiple of {share}."
+                f"--batch is {self.batch}, which {ranks.batches} replicas (--dp x --fsdp) cannot take in microbatches "
+                f"of {self.mbs} (--mbs). Write a multiple of {share}."
             )
-        if self.vpp > 1 and self.microbatches % self.pp:
+        if ranks.vpp > 1 and self.microbatches % ranks.pp:
             raise errors.ArgumentError(
-                f"--vpp: interleaved 1F1B takes the microbatches in turns of the pipeline's {self.pp} ranks, and "
-                f"{self.microbatches} are no multiple of it. Write a --batch that is a multiple of {self.pp * share}."
+                f"--vpp: interleaved 1F1B takes the microbatches in turns of the pipeline's {ranks.pp} ranks, and "
+                f"{self.microbatches} are no multiple of it. Write a --batch that is a multiple of {ranks.pp * share}."
             )
 
     @property
     def microbatches(self) -> int:
         """Of one replica in a step; by default one without a pipeline, and two per rank with one."""
         if self.batch is None:
-            return 2 * self.pp if self.pp > 1 else 1
-        return self.batch // (self.dp * self.mbs)
-
-    @property
-    def ranks(self) -> int:
-        """The number of ranks."""
-        return self.tp * self.pp * self.dp
+            return 2 * self.ranks.pp if self.ranks.pp > 1 else 1
+        return self.batch // (self.ranks.batches * self.mbs)
 
     def pipeline(self, layers: int) -> Pipeline:
         """The pipeline over the layers of a model: 1F1B, or interleaved 1F1B.
@@ -87,33 +77,27 @@ class Layout:
         Where they do not divide evenly, the first chunk and the last, which also hold the embedding and the head, are
         the last to get one more.
         """
-        count = self.pp * self.vpp
+        pp, vpp = self.ranks.pp, self.ranks.vpp
+        count = pp * vpp
         if layers < count:
             raise errors.ArgumentError(
-                f"--pp {self.pp} --vpp {self.vpp} are {count} parts, and the model has {layers} layers. Write fewer."
+                f"--pp {pp} --vpp {vpp} are {count} parts, and the model has {layers} layers. Write fewer."
             )
         sizes = [layers // count] * count
         for place in [*range(1, count - 1), 0, count - 1][: layers % count]:
             sizes[place] += 1
-        orders = one_f_one_b(self.pp, self.microbatches)
-        if self.vpp > 1:
-            orders = orders_named("Interleaved1F1B", self.pp, self.microbatches, self.vpp)
+        orders = one_f_one_b(pp, self.microbatches)
+        if vpp > 1:
+            orders = orders_named("Interleaved1F1B", pp, self.microbatches, vpp)
         bounds = itertools.pairwise(itertools.accumulate(sizes, initial=0))
         return Pipeline("1F1B", orders, self.microbatches, tuple(bounds))
 
     def as_data(self) -> dict[str, Any]:
         """The layout as plain data."""
-        data = dataclasses.asdict(self)
-        del data["batch"]
-        return {**data, "microbatches": self.microbatches}
+        return {**self.ranks.as_data(), "mbs": self.mbs, "microbatches": self.microbatches}
 
     def __str__(self) -> str:
-        sequence = " with sequence parallel" if self.sequence_parallel else ""
-        chunks = f" with {self.vpp} chunks each" if self.vpp > 1 else ""
-        return (
-            f"tensor parallel {self.tp}{sequence}, pipeline {self.pp}{chunks}, data parallel {self.dp}: {self.ranks} "
-            f"ranks; {self.microbatches} microbatches of {self.mbs}"
-        )
+        return f"{self.ranks}; {self.microbatches} microbatches of {self.mbs}"
 
 
 @dataclass(frozen=True)
@@ -134,25 +118,92 @@ class RankPlan:
     optimizer_seconds: float  # of the optimizer's step
     link_bytes: int  # sent to its tensor-parallel group in one microbatch without recomputation
     link_seconds: float  # what that takes; counted in `microbatch_seconds`
+    sent: tuple[Sent, ...]  # in a step without recomputation
     plan: Plan  # in the paths of the whole model
+    buffer_bytes: int = 0  # at the peak, of gathered weights and of reductions
+
+    def waited(self, *words: str) -> float:
+        """Seconds of a step in which it waits for what it sends for some purposes."""
+        return sum(one.seconds - one.hidden for one in self.sent if one.what in words)
 
     @property
     def peak_bytes(self) -> int:
         """The most bytes alive at any time."""
-        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes
+        states = self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
+        return states + self.activation_bytes + self.buffer_bytes
 
     def as_data(self) -> dict[str, Any]:
         """The figures as plain data."""
-        data = {**vars(self), "peak_bytes": self.peak_bytes}
+        data = {**vars(self), "peak_bytes": self.peak_bytes, "sent": [one.as_data() for one in self.sent]}
         del data["plan"]
         return data
 
 
 def step_seconds(layout: Layout, plans: Sequence[RankPlan], *, plain: bool = False) -> float:
     """Seconds of a step of the pipeline; see the module's docstring."""
-    each = [plan.microbatch_seconds + (0.0 if plain else plan.replay_seconds) for plan in plans]
-    waits = (layout.pp - 1) / layout.vpp
-    return (layout.microbatches + waits) * max(each) + max(plan.optimizer_seconds for plan in plans)
+    each = [
+        plan.microbatch_seconds + (0.0 if plain else plan.replay_seconds) + plan.waited(STAGES) / layout.microbatches
+        for plan in plans
+    ]
+    waits = (layout.ranks.pp - 1) / layout.ranks.vpp
+    ends = max(plan.optimizer_seconds + plan.waited(GRADIENTS, WEIGHTS) for plan in plans)
+    return (layout.microbatches + waits) * max(each) + ends
+
+
+def one_rank(
+    model: nn.Module, word: str, ranks: Ranks, mbs: int, tokens: int
+) -> tuple[nn.Module, list[str], dict[str, Any]]:
+    """The model that one rank computes, the paths of its layers, and the keyword arguments of a call.
+
+    Args:
+        model: The whole model, of transformers and on meta.
+        word: Its name, as the user wrote it.
+        ranks: The ranks.
+        mbs: Sequences in a call.
+        tokens: In a sequence.
+
+    Raises:
+        ArgumentError: The model cannot be shared so.
+    """
+    if ranks.sequence_parallel:
+        check_divides(word, "--sequence", tokens, ranks.tp)
+    if tokens % (2 * ranks.cp) and ranks.cp > 1:
+        raise errors.ArgumentError(
+            f"--cp is {ranks.cp}, and --sequence of {word} is {tokens}, whose tokens {ranks.cp} ranks cannot share in "
+            f"two equal parts each. Write a --sequence that is a multiple of {2 * ranks.cp}."
+        )
+    tokens //= ranks.cp
+    part, layers = rank_model(model, word, ranks.tp, ranks.sequence_parallel)
+    if not layers or not hasattr(model, "get_input_embeddings"):
+        raise errors.ArgumentError(no_pipeline(word, type(model).__name__))
+    ids = torch.ones(mbs, tokens, dtype=torch.long)
+    batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(tokens)[None], "use_cache": False}
+    return part, layers, batch
+
+
+def plan_of_shard(planner: Planner, plan: Plan) -> RankPlan:
+    """A plan that a planner has made for a rank that shares weights by FSDP2, with what is alive at its peak."""
+    found, promise = planner.simulated(plan), plan.prediction
+    assert promise is not None
+    sizes, buffers = found.by_category, found.activations_by_use.get(SHARDING, 0)
+    states = {f"{name}_bytes": sizes[word] for name, word in STATES.items()}
+    return RankPlan(
+        rank=0,
+        layers=(tuple(range(len(planner.paths))),),
+        parameters=sum(weight.numel() for weight in planner.step.model.parameters()),
+        **states,
+        held=(1,),
+        activation_bytes=found.peak_bytes - sum(states.values()) - buffers,
+        plain_peak_bytes=promise.plain_peak_bytes,
+        microbatch_seconds=(promise.plain_step_seconds - planner.optimizer_seconds) / planner.step.loop.accumulate,
+        replay_seconds=(promise.step_seconds - promise.plain_step_seconds) / planner.step.loop.accumulate,
+        optimizer_seconds=planner.optimizer_seconds,
+        link_bytes=sum(one.bytes for one in planner.sent) // planner.step.loop.accumulate,
+        link_seconds=sum(one.seconds - one.hidden for one in planner.sent) / planner.step.loop.accumulate,
+        sent=planner.sent,
+        plan=plan,
+        buffer_bytes=buffers,
+    )
 
 
 class LayoutPlanner:
@@ -174,18 +225,12 @@ class LayoutPlanner:
         self, model: nn.Module, word: str, layout: Layout, tokens: int, optimizer: str, device: str | None
     ) -> None:
         self.layout = layout
-        if layout.sequence_parallel:
-            check_divides(word, "--sequence", tokens, layout.tp)
-        part, layers = rank_model(model, word, layout.tp, layout.sequence_parallel)
-        if not layers or not hasattr(model, "get_input_embeddings"):
-            raise errors.ArgumentError(no_pipeline(word, type(model).__name__))
+        part, layers, batch = one_rank(model, word, layout.ranks, layout.mbs, tokens)
         pipeline = layout.pipeline(len(layers))
-        ids = torch.ones(layout.mbs, tokens, dtype=torch.long)
-        batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(tokens)[None], "use_cache": False}
-        step = TrainingStep(part, (), batch, any_loss, device=device, loop=Loop(hold_output=False))
+        step = TrainingStep(part, (), batch, any_loss, device=device, loop=Loop(hold_output=False), ranks=layout.ranks)
         self.planner = Planner(step)
         assert paths_of_layers(self.planner) == layers
-        make = partial(Sharded, replicas=layout.dp, word=optimizer)
+        make = partial(Sharded, ranks=layout.ranks, word=optimizer)
         self.pipeline, self._optimizer = PipelinePlanner(self.planner, pipeline, make, megatron=True), optimizer
 
     def plans(self, budget: Budget) -> list[RankPlan]:
@@ -228,7 +273,7 @@ class LayoutPlanner:
         seconds = ("step_seconds", "plain_step_seconds", "bound_seconds")
         promise = dataclasses.replace(promise, **{name: getattr(promise, name) + updating for name in seconds})
         step = tried.peak.step
-        words = f"rank {rank.number} of a pipeline of {layout.pp}, tensor parallel {layout.tp}, {wanted.said}"
+        words = f"rank {rank.number} of the pipeline on {layout.ranks}, {wanted.said}"
         return RankPlan(
             rank=rank.number,
             layers=tuple(tuple(range(*self.pipeline.pipeline.bounds[stage])) for stage in rank.stages),
@@ -244,8 +289,32 @@ class LayoutPlanner:
             optimizer_seconds=updating,
             link_bytes=sum(sent * count for sent, _, count in links),
             link_seconds=sum(seconds for _, seconds, _ in links),
+            sent=self._sent(rank),
             plan=dataclasses.replace(plan, prediction=promise, source=words),
         )
+
+    def _sent(self, rank: RankPlanner) -> tuple[Sent, ...]:
+        """Counts what a rank sends in a step: by its operations, between stages, for the states that replicas share."""
+        layout, runner, price = self.layout, self.pipeline.runner, self.planner.price
+        ranks, bounds, count = layout.ranks, self.pipeline.pipeline.bounds, layout.microbatches
+        found = [*sent(rank.ran[0], price, {}, count)]
+        starts = [bounds[stage][0] for stage in rank.stages] + [bounds[stage][1] for stage in rank.stages]
+        crossed = [runner.bytes_of(runner.layers[start].inputs) for start in starts if 0 < start < len(runner.layers)]
+        if crossed:  # by an output, or by the gradient of an input
+            overlaps = ranks.vpp > 1
+            found.append(between(count * sum(crossed), ranks.world // ranks.pp + 1, price, STAGES, overlaps=overlaps))
+        weights = [runner.model.get_parameter(name) for name in rank.parameters]
+        own: dict[str, int] = dict.fromkeys((GRADIENTS, WEIGHTS), 0)
+        for weight in weights:
+            replicas = ranks.copies_of(weight)
+            size = weight.numel() * (replicas - 1) // replicas
+            own[GRADIENTS] += size * max(weight.itemsize, 4 if ranks.reduce_dtype == "float32" else 0)
+            own[WEIGHTS] += size * weight.itemsize
+        if ranks.zero == 0:  # gradients are all-reduced, and every rank updates all weights
+            own = {GRADIENTS: 2 * own[GRADIENTS]}
+        span = ranks.tp * ranks.cp * ranks.batches
+        found += [between(nbytes, span, price, word) for word, nbytes in own.items() if nbytes]
+        return tuple(found)
 
 
 class Sharded(torch.optim.Optimizer):
@@ -257,9 +326,9 @@ class Sharded(torch.optim.Optimizer):
     parameter, divided by the replicas. "sgd" has no state, "none" has gradients and no step.
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor], replicas: int, word: str) -> None:
+    def __init__(self, parameters: Iterable[torch.Tensor], ranks: Ranks, word: str) -> None:
         super().__init__(parameters, {})
-        self._replicas = replicas
+        self._ranks = ranks
         self._word = word
         for parameter in self._parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -279,7 +348,7 @@ class Sharded(torch.optim.Optimizer):
         for parameter in self._parameters():
             grad = parameter.grad
             assert grad is not None
-            share = -(-parameter.numel() // self._replicas)
+            share = -(-parameter.numel() // (1 if self._ranks.zero == 0 else self._ranks.copies_of(parameter)))
             own, gradient = parameter.view(-1)[:share], grad.view(-1)[:share]
             if self._word == "sgd":
                 own.add_(gradient, alpha=-1e-3)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -35,6 +35,14 @@ class Meta:
         """Bytes of its elements; a dimension with stride 0 counts once."""
         sizes = (size for size, step in zip(self.shape, self.stride, strict=True) if step or not size)
         return math.prod(sizes) * self.dtype.itemsize
+
+
+class RankGroup(NamedTuple):
+    """A group of ranks by its name, as "tensor-4", or "shard-64-8" for 8 ranks among 64 in a row."""
+
+    word: str
+    span: int
+    size: int
 
 
 @dataclass(frozen=True)
@@ -70,17 +78,25 @@ class Op:
         """The bytes that each rank of a group sends for a collective of `_c10d_functional`; None for other operations.
 
         In a ring a gathering or a scattering of so many bytes sends all but a rank's own share of them, and an
-        all-reduce is one of each. The group's name ends with its size, as in "tensor-4"; one whose name does not is
-        taken to be large.
+        all-reduce is one of each; an all-to-all of uneven parts takes as long as the longer side. A group whose
+        name does not say its size is taken to be large.
         """
         name = self.func.name().partition("::")
         kind = _RINGS.get(name[2].partition(".")[0]) if name[0] == "_c10d_functional" else None
         if kind is None:
             return None
         times, side = kind
-        moved = max((meta.bytes for meta in metas(self.args if side == "in" else self.results)), default=0)
-        size = str(self.args[-1]).rpartition("-")[2]
-        return times * (moved - moved // int(size) if size.isdigit() else moved)
+        size = self.group.size
+        ends = {"in": self.args, "out": self.results, "either": (self.args, self.results)}
+        moved = max((meta.bytes for meta in metas(ends[side])), default=0)
+        return times * (moved - moved // size if size else moved)
+
+    @property
+    def group(self) -> RankGroup:
+        """The group of a collective: that of its name, or of unknown size."""
+        word, *numbers = str(self.args[-1]).split("-")
+        sizes = [int(number) for number in numbers if number.isdigit()]
+        return RankGroup(word, sizes[0], sizes[-1]) if sizes else RankGroup(word, 0, 0)
 
 
 _RINGS = {
@@ -88,6 +104,7 @@ _RINGS = {
     "reduce_scatter_tensor": (1, "in"),
     "all_reduce": (2, "in"),
     "all_reduce_": (2, "in"),
+    "all_to_all_single": (1, "either"),
 }
 
 

@@ -35,7 +35,7 @@ from ..plan.plan import Plan
 from ..plan.roles import inside
 from ..plan.wrappers import described
 from ..simulation import Moment, Simulation, simulate_step
-from ..training_step import TrainingStep, loss_of
+from ..training_step import ALONE, TrainingStep, loss_of
 from .candidates import Guess, SegmentRecord, guesses, offloads, record
 from .clock import Clocked, Scale, clock, obstacle
 from .cost import Costs, Host, Kind, Option, Point, Segment, Solution, begins, highest_points, kinds_for_all, simplicity
@@ -45,6 +45,7 @@ from .ops import Op, op_of
 from .prices import Measured, Overhead, prices_for, seconds_of
 from .profile import Profile
 from .segments import CapturedCall, capture, group, regions, spans
+from .sent import Sent, overlapped, sent
 from .solve import choices_of, choose, decides, frontier, planned, smallest, untied
 from .trials import SegmentCall, Tried, attempt
 
@@ -66,6 +67,7 @@ class Planner:
         costs: Taken from that step.
         paths: The segments, in the order of their calls.
         price: Gives the seconds of an operation.
+        optimizer_seconds: Those of the optimizer's step.
         known: Kept for the next planner of the same step.
     """
 
@@ -75,7 +77,7 @@ class Planner:
         self.step = step
         limit = limit_of(offload) if offload is not False else None
         self.known = known(vars(step), offload)
-        self.plain = self._simulated(Plan())
+        self.plain = self.simulated(Plan())
         if ran is not None:
             ran.update(self.known.ran)
         self.price = prices_for(step, self.plain.device)
@@ -89,7 +91,11 @@ class Planner:
         plain = tuple(self._ways[kind].options[0] for kind in self._kinds)
         # Costs that are taken too high may not see that it fits.
         self._without = Solution(plain, self.plain.peak_bytes, 0.0, "no regions are needed")
-        self._optimizer_seconds, seconds = seconds_of(self.known.ran, self.price, step.loop.accumulate)
+        self.optimizer_seconds, seconds = seconds_of(self.known.ran, self.price, step.loop.accumulate)
+        self._hidden: dict[str, float] = {}
+        if self.known.order:
+            once, self._hidden = overlapped(self.known.order, self.price)
+            seconds = step.loop.accumulate * once + self.optimizer_seconds
         self.costs = self._calibrated(self.plain, plain, seconds, None)
         self._timing = ""
         if isinstance(self.price, Measured):
@@ -102,6 +108,14 @@ class Planner:
             captured = self._captured
             self.known.segments = captured.paths, captured.kinds, captured.routers, captured.autocast
         return self.known.segments
+
+    @property
+    def sent(self) -> tuple[Sent, ...]:
+        """The bytes that the rank sends in a step without recomputation."""
+        ran: Counter[Op] = Counter()
+        for (_, op), count in self.known.ran.items():
+            ran[op] += count
+        return sent(ran, self.price, self._hidden, self.step.loop.accumulate)
 
     @cached_property
     def _captured(self) -> CapturedCall:
@@ -219,7 +233,7 @@ class Planner:
             if solution.options == known:
                 return
             known = solution.options
-            simulation = self._simulated(self._plan_of(solution))
+            simulation = self.simulated(self._plan_of(solution))
             exact = simulation.peak_bytes == solution.peak_bytes
             if not exact:
                 costs = replace(self._calibrated(simulation, known, costs.step_seconds, self.costs), kinds=first.kinds)
@@ -243,7 +257,7 @@ class Planner:
         """The scale of prices by steps that are run here; or why none is, in words."""
         device = self.plain.device
         model, call = self.step.model, self.step.call
-        why = obstacle(model, *call, device)
+        why = "it is one of several ranks" if self.step.ranks != ALONE else obstacle(model, *call, device)
         if why:
             return why
         try:
@@ -269,24 +283,27 @@ class Planner:
             times = self._loop.accumulate
             regions = run(plan).times(times) if plan.choices else None
             plain = run(Plan()).times(times) if alone else None
-            return Scale.of(regions, plain, solution.seconds, self._optimizer_seconds)
+            return Scale.of(regions, plain, solution.seconds, self.optimizer_seconds)
         except Exception as error:  # whatever a model may raise: it is said in the plan
             return f"one raised {type(error).__name__}"
 
     def _plan_of(self, solution: Solution) -> Plan:
         return Plan(choices_of(self._priced, solution))
 
-    def _simulated(self, plan: Plan) -> Simulation:
+    def simulated(self, plan: Plan) -> Simulation:
         """The step with a plan; of that without recomputation, what ran is counted."""
         key = tuple(plan)
         if key in self.known.simulations:
             return self.known.simulations[key]
         ran: Counter[tuple[str, Op]] = Counter()
+        order: list[Op] = []
 
         def count(phase: str, operation: Operation) -> None:
             op = op_of(operation)
             if op is not None:
                 ran[phase, op] += 1
+                if phase != "optimizer" and self.step.ranks.fully_sharded:
+                    order.append(op)
 
         stores = {"host": HostApart()} if any(choice.store for choice in plan) else {}
         prepare = partial(apply, plan=plan, stores=stores)
@@ -294,7 +311,8 @@ class Planner:
         watch = None if key else count
         found = simulate_step(self.step, prepare=prepare, watch=watch)
         self.known.simulations[key] = found
-        self.known.ran = self.known.ran if key else ran
+        if not key:
+            self.known.ran, self.known.order = ran, order
         return found
 
     def _calibrated(
@@ -338,7 +356,8 @@ class Planner:
                     moved = [(option.saved_bytes, in_host_memory(option)) for option in undominated(options)[1:]]
                     moved += [(plain.saved_bytes, way) for way in offloads(found)]
                     options += self._offloaded(path, call, moved, plain, forward)
-                options += self._grouped(first, plain, found.kinds)
+                if not self.step.ranks.fully_sharded:  # whose layers are gathered one by one
+                    options += self._grouped(first, plain, found.kinds)
             ways[kind] = Kind(tuple(options) if path in several else undominated(options), graph)
         return ways
 

@@ -154,14 +154,14 @@ class Measured:
         self._kept = PriceFile(self._full_name)
         self.name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         self._device = device
-        self._roofline = roofline_of(device)
+        self.roofline = roofline_of(device)
         self._scales: list[float] = []
         self._not_run: dict[str, None] = {}
 
     def __call__(self, op: Op) -> float:
         """Seconds of an operation."""
         key = (self._full_name, op)
-        expected = self._roofline(op)
+        expected = self.roofline(op)
         if key not in self._known:
             self._known[key] = self._measured(op) if expected < LONGEST and is_operator(op.func) else None
         seconds = self._known[key]

@@ -35,8 +35,11 @@ from ..plan.libraries import CacheSnapshot, is_cache
 from ..plan.plan import Plan
 from ..plan.roles import Units, inside
 from ..plan.units import find_units
+from ..simulation.context_parallel import share_context
 from ..simulation.copies import Faker
+from ..simulation.experts import share_experts
 from ..simulation.fake_mode import FakeMode
+from ..simulation.fully_sharded import computing
 from ..training_step import TrainingStep
 from .ops import Op, logging
 from .trials import SegmentCall
@@ -88,6 +91,10 @@ class _Capture:
         parts = [part for unit in self._units.by_role("moe") for part in (unit.parts or (unit.path,))]
         routers = tuple(dict.fromkeys([*(unit.path for unit in self._units.by_role("router")), *parts]))
         self._captured = CapturedCall(FakeMode(fakes, lambda: "", self._target), routers)
+        with self._captured.pretend:
+            share_context(self._copy, step.ranks)
+            share_experts(self._copy, step.ranks)
+            computing(self._copy, step.ranks)
         self._seen: list[tuple[str, SegmentCall, list[Op], bool]] = []
         self._running: list[list[Op]] = []  # the operations of the calls that have not ended
         self._result: Any = None  # of the segment that ended last

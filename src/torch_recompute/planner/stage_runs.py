@@ -31,8 +31,11 @@ from ..memory.operations import ModuleStack, Operation, Storages
 from ..plan.apply import apply
 from ..plan.plan import Plan
 from ..simulation import Moment
+from ..simulation.context_parallel import share_context
 from ..simulation.copies import Faker
+from ..simulation.experts import share_experts
 from ..simulation.fake_mode import FakeMode
+from ..simulation.fully_sharded import dtype_of
 from ..simulation.recording import Recording
 from ..simulation.step import step_as_there
 from ..training_step import loss_of
@@ -102,10 +105,13 @@ class StageRunner:
         self.device, self._rounding = planner.plain.device, planner.plain.rounding
         faker = Faker(fakes, self.device)
         self.model: nn.Module = faker.copy(planner.step.model)
-        self.call = faker.arguments(*planner.step.call)
+        self.call, self._ranks = faker.arguments(*planner.step.call), planner.step.ranks
         self.loss, self.stages, self.release = planner.step.loss or loss_of, stages, release
         self.modules = ModuleStack({id(module): path for path, module in self.model.named_modules()})
         self.pretend = FakeMode(fakes, lambda: self.modules.now()[1], planner.step.where.target)
+        with self.pretend:
+            share_context(self.model, self._ranks)
+            share_experts(self.model, self._ranks)
         self.layers = [_Layer(self.model.get_submodule(path)) for path in planner.paths]
         with self._running(), contextlib.ExitStack() as stack:  # the first run
             for layer in self.layers:
@@ -120,6 +126,14 @@ class StageRunner:
     def bytes_of(self, tensors: Iterable[torch.Tensor]) -> int:
         """The bytes of tensors on the device, each storage once."""
         return self.rounded({id(s): s for x in tensors for device, s in storages(x) if device == self.device}.values())
+
+    def gradient_bytes(self) -> int:
+        """The bytes of the gradients that are there, in the type in which microbatches are added up."""
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        dtype = dtype_of(self._ranks.reduce_dtype)
+        if dtype is None:
+            return self.bytes_of(grads)
+        return sum(-(-grad.numel() * dtype.itemsize // self._rounding) * self._rounding for grad in grads)
 
     def rounded(self, found: Iterable[torch.UntypedStorage]) -> int:
         """The bytes of storages."""
@@ -254,7 +268,7 @@ class _Microbatches:
         figures = StageBytes(
             static_bytes=of.bytes_of(mine.values()),
             batch_bytes=buffers[0],
-            gradient_bytes=of.bytes_of(p.grad for p in of.model.parameters() if p.grad is not None),
+            gradient_bytes=of.gradient_bytes(),
             input_bytes=buffers[1],
             output_bytes=buffers[2],
             whole_bytes=whole,

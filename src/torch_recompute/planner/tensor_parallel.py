@@ -37,6 +37,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from .. import errors
 from .._torch.ranks import functional
 from ..plan.calls import declare_product
+from ..plan.ranks import Ranks
 from ..plan.units import find_units
 
 WIDTHS = (
@@ -85,6 +86,27 @@ def rank_model(model: nn.Module, word: str, size: int, sequence: bool) -> tuple[
     layers = [unit.path for unit in find_units(part).layers]
     add_collectives(part, layers, divided(model, part, size, word), size, sequence)
     return part, layers
+
+
+def of_one_rank(model: nn.Module, ranks: Ranks) -> nn.Module:
+    """The model that one rank computes, of a whole one of a user's own.
+
+    Raises:
+        ArgumentError: The ranks share what a model of this class cannot share, or are not planned so.
+    """
+    if ranks.pp > 1:
+        raise errors.ArgumentError(
+            f"make_plan was given Ranks(pp={ranks.pp}); the stages of a pipeline have a plan each.\n"
+            f'  Pass the pipeline instead: stages=Stages("1F1B", pipeline={ranks.pp}, microbatches={2 * ranks.pp}).'
+        )
+    if ranks.state_shards > 1 and not ranks.fully_sharded:
+        raise errors.ArgumentError(
+            f"make_plan was given Ranks of which {ranks.state_shards} share the optimizer's states alone (ZeRO-1), as "
+            "with Megatron's optimizer, which is not the one of the call.\n"
+            "  Write Ranks(..., zero=0) for ranks that share nothing, or zero=3 for those of FSDP2. With Megatron's "
+            "optimizer it is torch-recompute plan --dp."
+        )
+    return rank_model(model, type(model).__name__, ranks.tp, ranks.sequence_parallel)[0] if ranks.tp > 1 else model
 
 
 def check_divides(model: str, name: str, value: int, ranks: int) -> None:

@@ -22,6 +22,8 @@ from ..observer import observing
 from .fake_mode import FakeMode
 
 Watch = Callable[[str, Operation], object]
+SHARDING = "fully_shard"
+"""The last word of the paths of modules to which buffers of FSDP belong."""
 MATTERS = 0.005
 """The share of a peak above which what is not known is said on the first line."""
 _CONVOLUTION = "aten.convolution"
@@ -169,7 +171,9 @@ class Recording(SimulatedMeasurement):
         sums = {"saved": 0, "loss": 0, "transient": 0}
         for entry, nbytes in activations:
             of_loss = entry.place.phase == "loss" or id(entry) in wide
-            sums["loss" if of_loss else "saved" if id(entry) in kept else "transient"] += nbytes
+            use = "loss" if of_loss else "saved" if id(entry) in kept else "transient"
+            use = SHARDING if entry.place.module.endswith(SHARDING) else use
+            sums[use] = sums.get(use, 0) + nbytes
         return sums
 
     def go_on_from(self, other: Recording, phase: str) -> None:

@@ -49,7 +49,8 @@ class Simulation(NamedTuple):
             the batch, and in forward the output that the step before has left.
         activations_by_use: The activations among `by_category`, split: "saved" by a forward for its backward, of the
             "loss", which are made by it or as wide as the logits, and "transient", which is all else: gradients of
-            activations, what a replay makes, workspaces.
+            activations, what a replay makes, workspaces; on a rank that shards the model also "fully_shard": gathered
+            weights, and buffers of reductions.
         live_by_category: `live_bytes`, split as `by_category`.
         timeline: The bytes alive when the step began, and after each operation that changed them; with accumulation,
             of the last forward and backward.

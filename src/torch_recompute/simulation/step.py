@@ -38,8 +38,11 @@ from ..memory.workspaces import keep, kept_by_cublas
 from ..plan.apply import apply, not_applicable
 from ..plan.plan import Plan
 from ..training_step import MakeOptimizer, TrainingStep, loss_in
+from .context_parallel import share_context
 from .copies import Faker
+from .experts import share_experts
 from .fake_mode import FakeMode
+from .fully_sharded import shard
 from .recording import Recording, Unknown, Watch, uncounted
 from .result import Moment, Simulation
 
@@ -222,11 +225,22 @@ class _SimulatedStep:
         fakes = FakeTensorMode()
         self._faker = Faker(fakes, device)
         instance = isinstance(step.optimizer, torch.optim.Optimizer)
+        if instance and step.ranks.fully_sharded:
+            raise errors.ArgumentError(
+                f"optimizer is a {type(step.optimizer).__name__} of whole weights, but ranks that share them have one "
+                "of shards.\n"
+                "  Pass what makes it: optimizer=torch.optim.AdamW, or a function from a list of parameters to an "
+                "optimizer."
+            )
         self._model, self._optimizer = self._faker.copy((step.model, step.optimizer if instance else None))
         for parameter in self._model.parameters():
             parameter.grad = None
         modules = self._modules = ModuleStack({id(module): path for path, module in self._model.named_modules()})
         self._pretend = FakeMode(fakes, lambda: modules.now()[1], step.where.target)
+        with self._pretend:
+            share_context(self._model, step.ranks)
+            share_experts(self._model, step.ranks)
+            shard(self._model, step.ranks, modules)
         if step.optimizer is not None and not instance:
             self._optimizer = self._made(step.optimizer)
         if self._optimizer is not None:

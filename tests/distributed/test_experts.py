@@ -1,0 +1,195 @@
+"""Steps that are simulated for a rank of an expert-parallel group have the peak of one written with collectives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn import functional as F
+
+from distributed.ranks import Ranks as Processes
+from torch_recompute import Choice, Plan, Ranks, apply, measure
+from torch_recompute.memory.loop import Loop
+from torch_recompute.simulation.step import simulate_step
+from torch_recompute.training_step import TrainingStep
+
+WIDTH, INNER, EXPERTS, CHOSEN, TOKENS, DEPTH = 16, 24, 8, 2, 64, 3
+PLANS = {"plain": Plan(), "regions": Plan(tuple(Choice((f"{i}",)) for i in range(DEPTH)))}
+SKEWED = 1.5
+
+
+GROUP: list[Any] = []  # the group that shares experts, if it is not that of all ranks
+
+
+def group() -> Any:
+    return GROUP[-1] if GROUP else dist.group.WORLD
+
+
+def skewed(count: int) -> list[int]:
+    """Of the first rank's rows, how many go to each of two ranks: all ranks send the first one half as many more."""
+    return [int(count * SKEWED) // 2, count - int(count * SKEWED) // 2]
+
+
+class AllToAll(torch.autograd.Function):
+    """Rows to the ranks of their experts, given how many go to each and come from each."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, to: list[int], of: list[int]) -> torch.Tensor:
+        ctx.splits = to, of
+        return functional.wait_tensor(functional.all_to_all_single(x, of, to, group()))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        to, of = ctx.splits
+        return AllToAll.forward(ctx, grad.contiguous(), of, to), None, None
+
+
+class Experts(nn.Module):
+    """Experts stacked as those of transformers are, which loop over those that are asked."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.num_experts = count
+        self.gate_up_proj = nn.Parameter(torch.randn(count, 2 * INNER, WIDTH) / 8)
+        self.down_proj = nn.Parameter(torch.randn(count, WIDTH, INNER) / 8)
+
+    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> Any:
+        rows = torch.arange(top_k_index.numel()) // top_k_index.shape[1]
+        each = hidden_states[rows].chunk(self.num_experts)
+        outs = []
+        for number, x in enumerate(each):
+            gate, up = F.linear(x, self.gate_up_proj[number]).chunk(2, -1)
+            outs.append(F.linear(F.silu(gate) * up, self.down_proj[number]))
+        weighted = torch.cat(outs) * top_k_weights.reshape(-1, 1)
+        return weighted.view(*top_k_index.shape, -1).sum(1)
+
+
+class Shared(Experts):
+    """The experts of one rank."""
+
+    def __init__(self, skew: bool) -> None:
+        size, rank, rows = dist.get_world_size(group()), dist.get_rank(group()), TOKENS * CHOSEN
+        super().__init__(EXPERTS // size)
+        self.to = skewed(rows) if skew else [rows // size] * size
+        self.of = [self.to[rank]] * size
+
+    def sent(self, x: torch.Tensor) -> torch.Tensor:
+        return AllToAll.apply(x, self.to, self.of)
+
+    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> Any:
+        order = torch.arange(top_k_index.numel())
+        asked = torch.arange(sum(self.of))[:, None] % self.num_experts
+        out = super().forward(self.sent(hidden_states[order // CHOSEN]), asked, self.sent(top_k_weights.reshape(-1, 1)))
+        back = AllToAll.apply(out, self.of, self.to)
+        return back[order].view(*top_k_index.shape, -1).sum(1)
+
+
+class Mixture(nn.Module):
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(WIDTH, EXPERTS, bias=False), experts
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.view(-1, WIDTH)
+        weights, _ = self.gate(flat).softmax(-1).topk(CHOSEN)
+        index = torch.arange(flat.shape[0] * CHOSEN).view(-1, CHOSEN) % EXPERTS
+        return self.experts(flat, index, weights).view(x.shape)
+
+
+class Layer(nn.Module):
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(WIDTH), Mixture(experts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+def loss_of(out: torch.Tensor) -> torch.Tensor:
+    return out.square().mean()
+
+
+def measured(skew: bool, plan: Plan, x: torch.Tensor) -> int:
+    model = nn.Sequential(*(Layer(Shared(skew)) for _ in range(DEPTH)))
+    apply(model, plan)
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        with measure(model, optimizer).track(x) as memory:
+            loss_of(model(x)).backward()
+            optimizer.step()
+        dist.barrier()
+    return memory.peak_bytes
+
+
+def peaks(skew: bool) -> dict[str, list[int]]:
+    """The peak that is measured, and the one predicted, of each plan."""
+    size = dist.get_world_size()
+    ranks = Ranks(dp=size, ep=size, zero=0, imbalance=SKEWED if skew else 1.0)
+    x = torch.randn(1, TOKENS, WIDTH)
+    found: dict[str, list[int]] = {}
+    for name, plan in PLANS.items():
+        model = nn.Sequential(*(Layer(Experts(EXPERTS)) for _ in range(DEPTH)))
+        step = TrainingStep(model, (x,), {}, loss_of, torch.optim.SGD, loop=Loop(hold_output=False), ranks=ranks)
+        simulated = simulate_step(step, prepare=partial(apply, plan=plan))
+        assert "experts" in simulated.peak.module
+        found[name] = [min(measured(skew, plan, x) for _ in range(3)), simulated.peak_bytes]
+    return found
+
+
+@pytest.mark.parametrize(("count", "skew"), [(2, False), (2, True), (4, False)])
+def test_the_peak_of_a_rank_that_shares_experts(ranks: Processes, count: int, skew: bool) -> None:
+    """The rank whose experts are asked the most has the measured peak that is predicted, to the byte."""
+    found, *_ = Processes(ranks._pool, count).run(peaks, skew)
+    assert {name: peak for name, (peak, _) in found.items()} == {name: peak for name, (_, peak) in found.items()}
+
+
+SHARDED = Ranks(fsdp=4, ep=2, param_dtype="bfloat16", reduce_dtype="float32")
+
+
+def sharded_peaks(ep: int) -> dict[str, list[int]]:
+    """The peaks of layers that FSDP2 shards over all ranks, and of their experts over those that have the same ones."""
+    mesh = init_device_mesh("cpu", (4 // ep, ep), mesh_dim_names=("same", "share"))
+    GROUP.append(mesh["share"].get_group())
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    x, found = torch.randn(1, TOKENS, WIDTH), dict[str, list[int]]()
+
+    def measured_once(plan: Plan) -> int:
+        model = nn.Sequential(*(Layer(Shared(False)) for _ in range(DEPTH)))
+        for layer in model:
+            fully_shard(layer.mlp.experts, mesh=mesh["same"], mp_policy=policy)
+            fully_shard(layer, mesh=init_device_mesh("cpu", (4,)), mp_policy=policy)
+        fully_shard(model, mesh=init_device_mesh("cpu", (4,)), mp_policy=policy)
+        apply(model, plan)
+        optimizer = torch.optim.SGD(model.parameters())
+        with measure(model, optimizer).track(x) as memory:
+            for _ in range(2):
+                loss_of(model(x).float()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        dist.barrier()
+        return memory.peak_bytes
+
+    for name, plan in PLANS.items():
+        model = nn.Sequential(*(Layer(Experts(EXPERTS)) for _ in range(DEPTH)))
+        loop, ranks = Loop(hold_output=False), replace(SHARDED, ep=ep)
+        step = TrainingStep(model, (x,), {}, lambda y: loss_of(y.float()), torch.optim.SGD, loop=loop, ranks=ranks)
+        predicted = simulate_step(step, prepare=partial(apply, plan=plan)).peak_bytes
+        found[name] = [min(measured_once(plan) for _ in range(3)), predicted]
+    GROUP.clear()
+    return found
+
+
+@pytest.mark.parametrize("ep", [2, 4])
+def test_the_peak_of_experts_that_are_sharded_too(ranks: Processes, ep: int) -> None:
+    """Experts are sharded over the ranks that have the same ones, all else over all ranks; the peak is predicted."""
+    found, *_ = Processes(ranks._pool, 4).run(sharded_peaks, ep)
+    assert {name: peak for name, (peak, _) in found.items()} == {name: peak for name, (_, peak) in found.items()}

@@ -1,0 +1,60 @@
+"""What ranks send: bytes by purpose and link, and the seconds of FSDP that are hidden behind what is computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from torch_recompute import Ranks
+from torch_recompute._torch.ranks import functional
+from torch_recompute.devices import DEVICES
+from torch_recompute.planner.ops import Meta, Op
+from torch_recompute.planner.sent import overlapped, sent, what
+
+SMALL, LARGE = Meta((64,), (1,), torch.bfloat16), Meta((512,), (1,), torch.bfloat16)
+
+
+def op(name: str, group: str = "", given: Meta = SMALL, made: Meta = LARGE) -> Op:
+    func: Any = getattr(functional(), name).default if group else getattr(torch.ops.aten, name).default
+    return Op(func, (given, group) if group else (given,), (), (made,), 0)
+
+
+GATHER, REDUCE = op("all_gather_into_tensor", "shard-8-8"), op("reduce_scatter_tensor", "shard-8-8", LARGE, SMALL)
+COPY, WORK = op("split_with_sizes_copy"), op("gelu")
+BACKWARD = (WORK, WORK, REDUCE)  # in which the weights of the next layer are on their way
+STEP = (*(GATHER, COPY, WORK) * 4, GATHER, *(COPY, GATHER, *BACKWARD) * 3, COPY, *BACKWARD)
+
+
+@pytest.mark.parametrize(
+    ("compute", "link", "total", "hidden"),
+    [
+        (0.0, 1.0, 12.0, {"weights of FSDP": 0.0, "gradients of FSDP": 0.0}),  # nothing to hide behind
+        (1.0, 0.0, 12.0, {"weights of FSDP": 0.0, "gradients of FSDP": 0.0}),  # nothing to hide
+        (4.0, 1.0, 50.0, {"weights of FSDP": 7.0, "gradients of FSDP": 3.0}),  # all but the first and the last
+        (1.0, 4.0, 48.0, None),  # the link is what takes the time
+    ],
+)
+def test_what_is_hidden(compute: float, link: float, total: float, hidden: dict[str, float] | None) -> None:
+    """Weights are gathered while the unit before computes, gradients are reduced while the next one does."""
+    seconds = {GATHER: link, REDUCE: link, COPY: 0.0, WORK: compute}
+    price: Any = seconds.__getitem__
+    found, by_purpose = overlapped(STEP, price)
+    assert found == total
+    assert hidden is None or by_purpose == hidden
+    assert all(0 <= part <= 8 * link for part in by_purpose.values())
+
+
+def test_the_link_that_a_group_goes_over() -> None:
+    """Ranks of one node use its link, more of them the network; the purpose is that of the group."""
+    ranks, wide = Ranks(tp=2, cp=2, fsdp=2, ep=4), Ranks(tp=8, fsdp=4)
+    names = [ranks.group("context", 2), ranks.group("experts", 4), ranks.group("shard", 4), wide.group("shard", 4)]
+    assert names == ["context-4-2", "experts-8-4", "shard-8-4", "shard-32-4"]
+    ran = {op("all_gather_into_tensor", name): 2 for name in names}
+    assert [what(one) for one in ran] == ["by attention", "by experts", "weights of FSDP", "weights of FSDP"]
+    found = sent(ran, DEVICES["h100"], {"weights of FSDP": 1e-6}, 3)
+    assert [one.link for one in found] == ["link", "link", "link", "network"]
+    assert [one.bytes for one in found] == [3 * 2 * (1024 - 1024 // size) for size in (2, 4, 4, 4)]
+    assert found[3].seconds > found[2].seconds > found[2].hidden > 0
+    assert "over the network" in str(found[3])
