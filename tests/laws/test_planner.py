@@ -106,7 +106,7 @@ def test_a_prediction_is_what_is_simulated_and_measured(row: Row) -> None:
         return model, lambda: scalar_loss(model(**inputs))
 
     for plan, promise in row.predictions:
-        assert row.planner._simulated(Plan(plan.choices)).peak_bytes == promise.peak_bytes
+        assert row.planner.simulated(Plan(plan.choices)).peak_bytes == promise.peak_bytes
     promise_is_kept(fresh, row.predictions[0][0], build(row.name)[1], exact=row.name not in SIZES_OF_DATA)
 
 
@@ -131,7 +131,7 @@ def test_what_a_plan_says_it_frees_is_freed(row: Row) -> None:
 
     def kept(choices: Plan) -> int:
         """Bytes but those that the model made outside of its layers, and passed to them."""
-        made = row.planner._simulated(choices).saved_by_module.items()
+        made = row.planner.simulated(choices).saved_by_module.items()
         first = row.planner.paths[0]
         return sum(n for module, n in made if module == first or not inside(first, module))
 
