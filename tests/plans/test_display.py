@@ -105,6 +105,7 @@ WRITTEN = {
     "Choice",
     "RecomputeConfig",
     "Stages",
+    "Ranks",
     "Applied",
     "OutputDiscardCheckpoint",
     "Elastic",

@@ -257,9 +257,6 @@ class Region(ForwardWrapper):
                 self.makes[within] = self.memory.calls(self.module, name, self.choice)
         return self.makes.get(within)
 
-    def _options(self) -> Options:
-        return Options(self.name, self.store, owner=self.owner, make=self.make())
-
     def _on(self, module: nn.Module) -> ForwardWrapper:
         """The same on a replica, whose device is another one: it is recomputed in every step."""
         made: Any = super()._on(module)
@@ -283,7 +280,8 @@ class Region(ForwardWrapper):
             return self.plain(*args, **kwargs)
         if torch.compiler.is_compiling():
             return self.traced(self.plain, args, kwargs, self)
-        options = self._options()
+        make = None if self.memory is None else self.make()
+        options = Options(self.name, self.store, owner=self.owner, make=make)
         fn = self.plain if self._bare else self.body
         if self.first is not None and torch.is_grad_enabled():
             return self.first.run(self, options, fn, args, kwargs)
@@ -495,7 +493,7 @@ class ChainedRegion(Region):
             result = super().__call__(*args, **kwargs)
         else:
             begin = Discard if self.figures is None else self.watched(Discard)
-            call = begin(self._options(), self.body, args, kwargs)
+            call = begin(Options(self.name, self.store, owner=self.owner, make=self.make()), self.body, args, kwargs)
             result = call.result
             self._chain.waiting = call
         if before is not None:
