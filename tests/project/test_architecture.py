@@ -93,7 +93,7 @@ WINGS = {
     "around": {"compat", "distributed", "integrations", "doctor", "testing", "__init__"},
     "commands": {"commands", "report", "__main__"},
 }
-MOST_CODE_LINES = {"core": 6_350, "planning": 14_868, "around": 4_525, "commands": 3_748, "tests": 36_319}
+MOST_CODE_LINES = {"core": 6_352, "planning": 14_868, "around": 4_525, "commands": 3_748, "tests": 36_322}
 MOST_FILES, MOST_LONG_FUNCTIONS, LONGEST_FUNCTION, MOST_NAMES_TWICE = 170, 5, 50, 4
 LONG_FUNCTION = 40  # lines without the docstring
 

@@ -205,6 +205,8 @@ class ElasticSavedCall(SavedCall):
                 slot.tensor = held
             return held
 
+        if here.observers is not None:
+            fn = here.observers.around("saved call", name, run, fn)
         thread.run = None
         _torch.push_hooks(pack, unpack)
         try:
