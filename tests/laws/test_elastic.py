@@ -35,7 +35,7 @@ class Elastically(Ours):
 
     def __init__(self, program: Program) -> None:
         super().__init__()
-        draw = random.Random(program.seed)
+        draw = random.Random(repr(program))
         self.scripts = [Script(*draw.choice(SCRIPTS), keep=draw.random() < 0.8) for _ in range(3)]
         self.saved_calls_last = not any(script.saved for script in self.scripts)
         self._next = 0
