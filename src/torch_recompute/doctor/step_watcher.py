@@ -33,10 +33,11 @@ from ..errors import RecomputeError
 from ..memory import allocator
 from ..memory.free import heap
 from ..memory.ledger import storages
+from ..memory.meter import Stamp, between, stamp
 from ..memory.operations import kind_of
 from ..memory.retainers import holders_of, separate_parts
 from ..plan.apply import Region
-from ..plan.observe import Stamp, between, stamp, watching
+from ..plan.observe import watching
 from ..plan.wrappers import wrappers_on
 from .compare import Difference
 

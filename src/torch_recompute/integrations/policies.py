@@ -17,10 +17,10 @@ from .. import errors, plan
 from ..memory.budget import read_budget
 from ..memory.elastic import Elastic
 from ..memory.loop import Loop
+from ..memory.meter import Stamp, between, stamp
 from ..plan import Applied, Plan
 from ..plan.apply import not_applicable
 from ..plan.config import Policy, plan_of
-from ..plan.observe import Stamp, between, stamp
 from ..stores import Store
 
 __all__ = ["Applied", "Policy", "StepFigures", "apply", "check_loop", "one_of", "plan_of"]

@@ -187,10 +187,10 @@ def _heap_follows() -> bool:
     return _in_use() - before >= probe.numel()
 
 
-Moment = float | torch.cuda.Event
+Stamp = float | torch.cuda.Event
 
 
-def stamp() -> Moment:
+def stamp() -> Stamp:
     """The present moment: on CUDA an event, so that nothing is waited for."""
     if torch.cuda.is_initialized():
         event = torch.cuda.Event(enable_timing=True)

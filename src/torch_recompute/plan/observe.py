@@ -12,7 +12,6 @@ watched has its figures for an observer, so its replays are watched wherever the
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,6 +23,7 @@ from .._torch.devices import capturing
 from .._torch.flops import flops
 from ..engine.region_call import RegionCall
 from ..memory.ledger import CountedOnce
+from ..memory.meter import Stamp, between, stamp
 from ..memory.operations import Operation, Operations
 from ..observer import Observer, Running, running
 from ..stores import Store
@@ -31,7 +31,6 @@ from ..values import Run, save_for_recompute
 from .calls import Compare, Picks
 
 COMPARED = "torch_recompute: decisions are compared"
-Stamp = float | torch.cuda.Event
 
 
 class Figures(Observer):
@@ -177,20 +176,3 @@ def watching(watched: Sequence[Any]) -> Generator[list[Figures]]:
             figures.watchers -= 1
             if not figures.watchers:
                 one.figures = None
-
-
-def stamp() -> Stamp:
-    """The present moment: on CUDA an event, so that nothing is waited for."""
-    if torch.cuda.is_initialized():
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-    return time.perf_counter()
-
-
-def between(start: Any, end: Any) -> float:
-    """Seconds from one moment to another."""
-    if isinstance(start, float):
-        return end - start
-    end.synchronize()
-    return start.elapsed_time(end) / 1000

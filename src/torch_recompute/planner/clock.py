@@ -33,10 +33,10 @@ import torch
 from torch import nn
 
 from .. import _torch
+from ..memory.meter import Stamp, between, stamp
 from ..memory.saved import generators_as_before
 from ..observer import Observer, Running, observing
 from ..plan.apply import apply
-from ..plan.observe import Stamp, between, stamp
 from ..plan.plan import Plan
 from .cost import Costs, Kind, Option, Solution
 from .prices import now, on
