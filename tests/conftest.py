@@ -50,6 +50,15 @@ if hypothesis is not None:
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Steps are many and small: two threads would mostly wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No price is known, neither in this process nor in a file."""
     from torch_recompute.planner import prices

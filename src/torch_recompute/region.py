@@ -167,7 +167,7 @@ def recompute(
             '      check="values"     stride and contents too: slower, finds what is not deterministic\n'
             '      check="none"       only how many there are'
         )
-    inputs = _checked_store("inputs", inputs)
+    inputs = checked_store("inputs", inputs)
     if tiles is not None or type(tile_dim) is not int or tile_dim != 1:
         from .engine.tiles import check as check_tiles
 
@@ -361,7 +361,7 @@ def no_recompute(
     """
     if not callable(fn):
         raise errors.ArgumentError(errors.not_callable("no_recompute", fn))
-    store = _checked_store("store", store)
+    store = checked_store("store", store)
     label = name or name_of(fn)
 
     @functools.wraps(fn, updated=())
@@ -458,7 +458,8 @@ def checked_pool(pool: Any) -> Pool:
     return pool
 
 
-def _checked_store(option: str, store: Any) -> Store | None:
+def checked_store(option: str, store: Any) -> Store | None:
+    """Returns the store that an option was given; None for tensors that stay where they are."""
     if store is not None and not (hasattr(store, "put") and hasattr(store, "get")):
         raise errors.ArgumentError(errors.not_a_store(option, store))
     return None if type(store) is OnDevice else store

@@ -13,7 +13,8 @@ from torch.distributed import _functional_collectives as functional
 from torch.nn import functional as F
 
 from distributed.ranks import Ranks as Processes
-from torch_recompute import Choice, Plan, Ranks, apply, measure
+from support.training import mean_square, peak_on_ranks
+from torch_recompute import Choice, Plan, Ranks, apply
 from torch_recompute.memory.loop import Loop
 from torch_recompute.simulation.step import simulate_step
 from torch_recompute.training_step import TrainingStep
@@ -110,23 +111,6 @@ def model(kind: str) -> nn.Module:
     return nn.Sequential(*(Layer(kind) for _ in range(DEPTH)))
 
 
-def loss_of(out: torch.Tensor) -> torch.Tensor:
-    return out.square().mean()
-
-
-def measured(kind: str, plan: Plan, x: torch.Tensor) -> int:
-    trained = model(kind)
-    apply(trained, plan)
-    optimizer = torch.optim.SGD(trained.parameters())
-    for _ in range(2):
-        optimizer.zero_grad()
-        with measure(trained, optimizer).track(x) as memory:
-            loss_of(trained(x)).backward()
-            optimizer.step()
-        dist.barrier()
-    return memory.peak_bytes
-
-
 def peaks(kind: str) -> dict[str, list[int]]:
     """The peak that is measured, and the one predicted, of each plan."""
     ranks = Ranks(cp=dist.get_world_size(), zero=0, cp_kind=kind)
@@ -135,10 +119,12 @@ def peaks(kind: str) -> dict[str, list[int]]:
     for name, plan in PLANS.items():
         if name == "attention kept" and kind == "all-gather":
             continue  # no plan keeps a call of an autograd function
-        step = TrainingStep(model(""), (x,), {}, loss_of, torch.optim.SGD, loop=Loop(hold_output=False), ranks=ranks)
+        step = TrainingStep(
+            model(""), (x,), {}, mean_square, torch.optim.SGD, loop=Loop(hold_output=False), ranks=ranks
+        )
         simulated = simulate_step(step, prepare=partial(apply, plan=plan))
         assert "attention" in simulated.peak.module
-        found[name] = [min(measured(kind, plan, x) for _ in range(3)), simulated.peak_bytes]
+        found[name] = [min(peak_on_ranks(model(kind), plan, x) for _ in range(3)), simulated.peak_bytes]
     return found
 
 

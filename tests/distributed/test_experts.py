@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
 from distributed.ranks import Ranks as Processes
+from support.training import mean_square, peak_on_ranks
 from torch_recompute import Choice, Plan, Ranks, apply, measure
 from torch_recompute.memory.loop import Loop
 from torch_recompute.simulation.step import simulate_step
@@ -113,23 +114,6 @@ class Layer(nn.Module):
         return x + self.mlp(self.norm(x))
 
 
-def loss_of(out: torch.Tensor) -> torch.Tensor:
-    return out.square().mean()
-
-
-def measured(skew: bool, plan: Plan, x: torch.Tensor) -> int:
-    model = nn.Sequential(*(Layer(Shared(skew)) for _ in range(DEPTH)))
-    apply(model, plan)
-    optimizer = torch.optim.SGD(model.parameters())
-    for _ in range(2):
-        optimizer.zero_grad()
-        with measure(model, optimizer).track(x) as memory:
-            loss_of(model(x)).backward()
-            optimizer.step()
-        dist.barrier()
-    return memory.peak_bytes
-
-
 def peaks(skew: bool) -> dict[str, list[int]]:
     """The peak that is measured, and the one predicted, of each plan."""
     size = dist.get_world_size()
@@ -138,10 +122,11 @@ def peaks(skew: bool) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for name, plan in PLANS.items():
         model = nn.Sequential(*(Layer(Experts(EXPERTS)) for _ in range(DEPTH)))
-        step = TrainingStep(model, (x,), {}, loss_of, torch.optim.SGD, loop=Loop(hold_output=False), ranks=ranks)
+        step = TrainingStep(model, (x,), {}, mean_square, torch.optim.SGD, loop=Loop(hold_output=False), ranks=ranks)
         simulated = simulate_step(step, prepare=partial(apply, plan=plan))
         assert "experts" in simulated.peak.module
-        found[name] = [min(measured(skew, plan, x) for _ in range(3)), simulated.peak_bytes]
+        trained = (nn.Sequential(*(Layer(Shared(skew)) for _ in range(DEPTH))) for _ in range(3))
+        found[name] = [min(peak_on_ranks(one, plan, x) for one in trained), simulated.peak_bytes]
     return found
 
 
@@ -172,7 +157,7 @@ def sharded_peaks(ep: int) -> dict[str, list[int]]:
         optimizer = torch.optim.SGD(model.parameters())
         with measure(model, optimizer).track(x) as memory:
             for _ in range(2):
-                loss_of(model(x).float()).backward()
+                mean_square(model(x).float()).backward()
                 optimizer.step()
                 optimizer.zero_grad()
         dist.barrier()
@@ -181,7 +166,7 @@ def sharded_peaks(ep: int) -> dict[str, list[int]]:
     for name, plan in PLANS.items():
         model = nn.Sequential(*(Layer(Experts(EXPERTS)) for _ in range(DEPTH)))
         loop, ranks = Loop(hold_output=False), replace(SHARDED, ep=ep)
-        step = TrainingStep(model, (x,), {}, lambda y: loss_of(y.float()), torch.optim.SGD, loop=loop, ranks=ranks)
+        step = TrainingStep(model, (x,), {}, lambda y: mean_square(y.float()), torch.optim.SGD, loop=loop, ranks=ranks)
         predicted = simulate_step(step, prepare=partial(apply, plan=plan)).peak_bytes
         found[name] = [min(measured_once(plan) for _ in range(3)), predicted]
     GROUP.clear()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,8 @@ from torch import nn
 
 from support.limited import limited, missing
 from torch_recompute import ArgumentError, BudgetError, Elastic, Plan, auto, make_plan
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 pytest.importorskip("numpy", reason="numpy is not installed (planning needs it)")
 
@@ -73,15 +74,6 @@ def batch(rows: int = ROWS) -> torch.Tensor:
 def floor() -> Plan:
     mine = Training()
     return make_plan(mine.model, batch(), budget=0, optimizer=mine.optimizer)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Steps are many and small: two threads would mostly wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.skipif(bool(missing()), reason=missing())

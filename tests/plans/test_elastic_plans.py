@@ -23,6 +23,8 @@ from support.limited import Limited, limited, missing
 from torch_recompute import Applied, ArgumentError, Choice, Elastic, Plan, apply, no_recompute, simulate
 from torch_recompute.plan.plan import Line, Prediction, SizeClass
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ROWS, WIDTH, LAYERS = 64, 32, 6
 needs_limit = pytest.mark.skipif(bool(missing()), reason=missing())
 EVICTIONS = [("never", False), ("forward", False), ("forward", True), ("inside", True)]
@@ -60,15 +62,6 @@ PLANS = {
     "with an offload": Plan((Choice(("0@product",), offload=True), *each().choices[1:])),
     "two sizes": Plan(in_threes().choices, sizes=(SizeClass((ROWS // 2, WIDTH), each().choices),)),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Steps are many and small: two threads would mostly wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 rows = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from torch_recompute.memory import allocator
+
 
 class ActedAllocator:
     """Acts the statistics of a CUDA allocator with two devices: peaks since the last reset, and what is held now."""
@@ -15,6 +17,7 @@ class ActedAllocator:
         self.now = {0: (0, 0), 1: (0, 0)}
         self.peaks = dict(self.now)
         self.asked = 0  # how often it built its statistics
+        patch.setattr(allocator, "_running", [])  # what earlier tests have left, and nobody has collected yet
         patch.setattr(torch.cuda, "is_initialized", lambda: True)
         patch.setattr(torch.cuda, "device_count", lambda: 2)
         patch.setattr(torch.cuda, "memory_stats_as_nested_dict", self.stats)

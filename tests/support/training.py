@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -34,6 +35,24 @@ def assert_same(some: Mapping[str, torch.Tensor], others: Mapping[str, torch.Ten
     """Equal to the last bit, name by name: what two steps left."""
     assert some.keys() == others.keys()
     assert [name for name in some if not torch.equal(some[name], others[name])] == []
+
+
+def mean_square(out: torch.Tensor) -> torch.Tensor:
+    """A loss of any output."""
+    return out.square().mean()
+
+
+def peak_on_ranks(model: nn.Module, plan: Plan, x: torch.Tensor) -> int:
+    """The measured peak of the second of two steps under a plan, which all ranks of the group make together."""
+    apply(model, plan)
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        with measure(model, optimizer).track(x) as memory:
+            mean_square(model(x)).backward()
+            optimizer.step()
+        dist.barrier()
+    return memory.peak_bytes
 
 
 def promise_is_kept(

@@ -97,11 +97,6 @@ class Part(Protocol):
         ...
 
 
-def _not_repeatable(region: str, changed: str) -> str:
-    """A sentence on a forward that cannot be undone."""
-    return f"{region} is not run again with less kept: {changed}"
-
-
 class ElasticSavedCall(SavedCall):
     """A saved call whose tensors are in slots, and that can be emptied and made again."""
 
@@ -114,7 +109,11 @@ class ElasticSavedCall(SavedCall):
     @property
     def needed(self) -> bool:
         """Whether backward still waits for a tensor that a replay has to fill in here."""
-        return super().needed or (not self._full and any(ref is not None and ref() is not None for ref in self._stored))
+        return super().needed or (not self._full and any(True for _ in self._slots()))
+
+    def _slots(self) -> Iterator[Slot]:
+        """The slots of what it stores that are in a graph still."""
+        yield from (slot for ref in self._stored if ref is not None and (slot := ref()) is not None)
 
     def rebuilt(self) -> Iterator[weakref.ref[Slot]]:
         """The slots that a replay fills."""
@@ -130,27 +129,21 @@ class ElasticSavedCall(SavedCall):
 
     def stores(self, slot: Slot) -> bool:
         """Whether `slot` holds a tensor that the call stores, and that no replay fills."""
-        return not self.emptied and any(ref is not None and ref() is slot for ref in self._stored)
+        return not self.emptied and any(stored is slot for stored in self._slots())
 
     def release(self) -> None:
         """Empties the slots that a replay fills."""
         super().release()
-        if self.emptied:
-            self._release_stored()
-
-    def _release_stored(self) -> None:
-        for ref in self._stored:
-            slot = None if ref is None else ref()
-            if slot is not None:
-                slot.tensor = None
+        for slot in self._slots() if self.emptied else ():
+            slot.tensor = None
 
     def empty(self) -> bool:
-        """Lets go of what is stored, so that a replay makes the call again; returns whether there was anything."""
+        """Drops what is stored, so that a replay makes the call again; returns whether there was anything."""
         if self.emptied or not (self._outputs or any(self._stored)):
             return False
         self.repeated, self.emptied, self._full, self.dropped = True, True, False, False
         self._outputs, self._mutated, self._after = (), (), ()
-        self._release_stored()
+        self.release()
         return True
 
     def pack(
@@ -167,7 +160,7 @@ class ElasticSavedCall(SavedCall):
         if len(self._stored) == before:
             self._stored.append(None)
             if type(packed) is Slot and region_call.kept:
-                fill(packed, tensor)
+                _fill(packed, tensor)
         return packed
 
     def hold(self, tensor: torch.Tensor, region_call: Any, store: Store | None) -> Packed:
@@ -224,7 +217,7 @@ def _other_work(region: str, call: str, found: str) -> str:
     return f"the replay of {region} made the saved call {call} again, which saved {found}.\n{errors.WHY}"
 
 
-def fill(slot: Slot, tensor: torch.Tensor) -> None:
+def _fill(slot: Slot, tensor: torch.Tensor) -> None:
     """Keeps a tensor in its slot, as plain autograd would keep it in the graph."""
     slot.version, slot.stream = tensor._version, None
     slot.tensor = tensor.detach()
@@ -270,7 +263,7 @@ class ElasticCall(RegionCall):
         return sum(shape.numel() * dtype.itemsize for shape, dtype, _ in metas)
 
     def alias(self, record: SavedCall) -> None:
-        """The graph holds no output of a saved call directly, so that it can be let go of."""
+        """The graph holds no output of a saved call directly, so that eviction frees it."""
         self._ordinary.clear()
 
     # --- forward --------------------------------------------------------------------------------------------------
@@ -285,7 +278,7 @@ class ElasticCall(RegionCall):
         def pack(tensor: torch.Tensor) -> Packed:
             packed = plain(tensor)
             if type(packed) is Slot and self.kept:
-                packed.version, packed.stream, packed.tensor = tensor._version, None, tensor.detach()
+                _fill(packed, tensor)
             return packed
 
         pack.__dict__.update(_torch.SEE_THROUGH)
@@ -301,11 +294,9 @@ class ElasticCall(RegionCall):
         self.thread = threading.get_ident()
         result, failed = None, list[tuple[Exception, str]]()
         try:
-            if outermost:
-                here.again = True
-                result = super().forward(self._watched_for_failure(fn), args, kwargs, outer)
-            else:
-                result = super().forward(fn, args, kwargs, outer)
+            here.again = here.again or outermost
+            run = self._watched_for_failure(fn) if outermost else fn
+            result = super().forward(run, args, kwargs, outer)
         except _Failed as failure:
             failed.append(failure.args[0])
         except BaseException:
@@ -361,7 +352,7 @@ class ElasticCall(RegionCall):
         return self if self._again is None else self._again.final
 
     def _give_up(self, error: Exception, changed: str, *, replaying: bool) -> None:
-        more = _not_repeatable(self.name, changed) if changed else self.part.shortage()
+        more = f"{self.name} is not run again with less kept: {changed}" if changed else self.part.shortage()
         error.args = ("\n".join([*map(str, error.args), f"  {more}"]),)
         tell(error, self.name, replaying=replaying)
 

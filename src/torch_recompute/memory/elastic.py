@@ -35,11 +35,12 @@ from .. import errors
 from .._text import shown, table
 from ..engine.elastic import ElasticCall
 from ..engine.region_call import Contexts
-from ..stores import bandwidth
+from ..region import checked_store
+from ..stores import Store, bandwidth
 from .budget import as_budget, read_budget
 from .collectives import Agreement, Collectives
 from .free import memory_of
-from .meter import HeapMeter, Meter, between, has_passed, meter_for, stamp
+from .meter import HeapMeter, Meter, Stamp, between, has_passed, meter_for, stamp
 
 KEPT, DROPPED, AFTER, BACKWARD, REPLAY = "forward, kept", "forward, dropped", "after the forward", "backward", "replay"
 """The stretches of a step: each begins at a boundary of a region and ends at the next boundary of any."""
@@ -212,11 +213,9 @@ class Elastic:
                 f"slack={slack!r} is the share of the limit that is left free, from 0 to below 1.\n"
                 '  Write Elastic("72GiB", slack=0.05).'
             )
-        if to is not None and not (hasattr(to, "put") and hasattr(to, "get")):
-            raise errors.ArgumentError(errors.not_a_store("to", to))
         self._made_from = {"limit": limit, "slack": slack, "group": group, "to": to, "meter": meter, "always": always}
         self._known: weakref.WeakKeyDictionary[Any, dict[Any, _RegionMemory]] = weakref.WeakKeyDictionary()
-        self._pool = _Pool(slack, group, to, meter, always)
+        self._pool = _Pool(slack, group, checked_store("to", to), meter, always)
         self.limit = limit
 
     @property
@@ -282,7 +281,7 @@ class _Pool:
         parts: The regions, in the order of their first calls.
     """
 
-    def __init__(self, slack: float, group: Any, store: Any, meter: Meter | None, always: bool) -> None:
+    def __init__(self, slack: float, group: Any, store: Store | None, meter: Meter | None, always: bool) -> None:
         self.slack, self.store, self.meter, self.always = slack, store, meter, always
         self.limit, self.checked, self.overlapping = 0, False, False
         self.parts: list[_RegionMemory] = []
@@ -299,10 +298,9 @@ class _Pool:
             miss, where = self._miss or (None, "")
             return ElasticReport(tuple(part.row() for part in parts), self.limit, miss, where)
 
-    def begin(self, part: _RegionMemory, kind: str, call: ElasticCall, need: int = 0) -> None:
+    def begin(self, part: _RegionMemory, kind: str, call: ElasticCall) -> None:
         """Begins a stretch, after what it will take has been made room for."""
-        self.end()
-        self.make_room(part.needs[kind].of(call.size) or need)
+        self.make_room(part.needs[kind].of(call.size) or 0)
         self.open(part, kind, call.size)
 
     def open(self, part: _RegionMemory, kind: str, size: int) -> None:
@@ -326,11 +324,10 @@ class _Pool:
         if self._stretch is None:
             return
         part, kind, size, began, lap = self._stretch
-        meter, self._stretch = self._metered(), None
-        most = meter.lap() if lap else meter.live()
+        most, self._stretch = self._most(lap), None
         if kind not in (KEPT, DROPPED) and not self._calls:
             return
-        if (lap or kind == AFTER) and not getattr(meter, "missed", ""):
+        if (lap or kind == AFTER) and not getattr(self._metered(), "missed", ""):
             part.needs[kind].learn(size, max(0, most - began))
         left = self.limit - most
         if self._miss is None or left < self._miss[0]:
@@ -341,12 +338,20 @@ class _Pool:
         if self._stretch is None:
             return "", self._metered().live(), 0
         part, kind, _, began, lap = self._stretch
-        meter = self._metered()
-        return f"{part.name}, {kind}", began, max(0, (meter.lap() if lap else meter.live()) - began)
+        return f"{part.name}, {kind}", began, max(0, self._most(lap) - began)
+
+    def _most(self, lap: bool) -> int:
+        """The most bytes alive in the stretch that runs, as far as is known without a lap."""
+        return self._metered().lap() if lap else self._metered().live()
+
+    @property
+    def usable(self) -> int:
+        """The bytes that may be alive, slack left out."""
+        return round(self.limit * (1 - self.slack))
 
     def room(self) -> int:
         """The bytes that a stretch may take now."""
-        return round(self.limit * (1 - self.slack)) - self._metered().live()
+        return self.usable - self._metered().live()
 
     def make_room(self, need: int, mine: ElasticCall | None = None) -> bool:
         """Evicts calls until `need` bytes are free; returns whether they are.
@@ -358,7 +363,7 @@ class _Pool:
         room = self.room()
         if need <= room:
             return True
-        waiting = [*self.waiting(mine)]
+        waiting = self.waiting(mine)
         if mine is not None and room + sum(_part_of(call).held(call) for call in waiting if call.kept) < need:
             return False  # it would not fit if everything else went
         for saved in (False, True)[: 1 if mine is not None else 2]:
@@ -371,14 +376,14 @@ class _Pool:
                         return True
         return False
 
-    def waiting(self, mine: ElasticCall | None = None) -> Iterator[ElasticCall]:
+    def waiting(self, mine: ElasticCall | None = None) -> list[ElasticCall]:
         """The calls that wait for their backward: what it needs last comes first."""
         calls = [call for ref in [*self._calls.values()] if (call := ref()) is not None]
         if mine is not None:
             calls = [*(call for call in calls if call is not mine), mine]
         if self.overlapping:
             calls.sort(key=lambda call: -call.microbatch)
-        yield from calls
+        return calls
 
     def waits(self, call: ElasticCall) -> None:
         """Notes a call whose backward is to come."""
@@ -400,11 +405,11 @@ class _Pool:
             self._fence()
             self.limit = self.limit or live + memory_of(self.device)[0]
             self.checked = True
-            if live > self.limit * (1 - self.slack):
+            if live > self.usable:
                 raise errors.ArgumentError(
                     f"Elastic({as_budget(self.limit)!r}): {errors.size(live)} are alive before the first elastic "
                     f"region runs (weights, gradients, optimizer), and with slack={self.slack} only "
-                    f"{errors.size(round(self.limit * (1 - self.slack)))} may be.\n"
+                    f"{errors.size(self.usable)} may be.\n"
                     f'  Write a limit above that, such as memory.limit = "{as_budget(2 * live)}".'
                 )
 
@@ -450,7 +455,8 @@ class _RegionMemory:
         self.needs = {kind: _Learned() for kind in (KEPT, DROPPED, AFTER, BACKWARD, REPLAY)}
         self._saved = _Learned()
         self.counts = dict.fromkeys(ElasticRow._fields[1:-1], 0)
-        self._timed: list[tuple[int, Any, Any]] = []  # replays by their size, from one moment to another
+        self._running: weakref.WeakKeyDictionary[ElasticCall, Stamp] = weakref.WeakKeyDictionary()  # when replays began
+        self._timed: list[tuple[int, Stamp, Stamp]] = []  # replays by their size, from one moment to another
         self._micros = _Learned()  # of a replay
         self._seconds = 0.0
 
@@ -498,6 +504,7 @@ class _RegionMemory:
     def interrupted(self, call: ElasticCall) -> None:
         """Ends the stretch of a forward or replay that has raised."""
         with self.pool.lock:
+            self._running.pop(call, None)
             self.pool.end()
 
     @property
@@ -514,9 +521,13 @@ class _RegionMemory:
         """Makes room for the backward of a kept call, which begins now."""
         with self.pool.lock:
             self.collectives.seen(replayed=False)
-            self.pool.end()
-            self.pool.starts(call)
-            self.pool.begin(self, BACKWARD, call)
+            self._start(BACKWARD, call)
+
+    def _start(self, kind: str, call: ElasticCall) -> None:
+        """Makes room for the first stretch of a call's backward."""
+        self.pool.end()  # while the call still waits: what came before is learned
+        self.pool.starts(call)
+        self.pool.begin(self, kind, call)
 
     def waits(self, call: ElasticCall) -> None:
         """Notes a kept call whose graph was retained: its backward may come again."""
@@ -527,20 +538,18 @@ class _RegionMemory:
         """Makes room for a replay."""
         with self.pool.lock:
             self.counts["replayed"] += 1
-            self.pool.end()
-            self.pool.starts(call)
-            self.pool.begin(self, REPLAY, call)
-            self._timed.append((call.size, stamp(), None))
+            self._start(REPLAY, call)
+            self._running.setdefault(call, stamp())  # a replay may begin again, when values are missing
 
     def replay_ended(self, call: ElasticCall) -> None:
         """Makes room for the backward of a call that has been replayed."""
         with self.pool.lock:
-            for place, (size, began, ended) in enumerate(self._timed):
-                if ended is None and size == call.size:
-                    self._timed[place] = size, began, stamp()
-                    break
+            began = self._running.pop(call, None)
+            if began is not None:
+                self._timed.append((call.size, began, stamp()))
             self._take_times()
             self.collectives.seen(replayed=True)
+            self.pool.end()
             self.pool.begin(self, BACKWARD, call)
 
     def held(self, call: ElasticCall) -> int:
@@ -580,9 +589,9 @@ class _RegionMemory:
 
     def _take_times(self, wait: bool = False) -> None:
         """Takes the times of replays that the device has ended."""
-        left: list[tuple[int, Any, Any]] = []
+        left: list[tuple[int, Stamp, Stamp]] = []
         for size, began, ended in self._timed:
-            if ended is None or not (wait or has_passed(ended)):
+            if not (wait or has_passed(ended)):
                 left.append((size, began, ended))
                 continue
             seconds = between(began, ended)
