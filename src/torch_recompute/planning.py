@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, overload
@@ -33,6 +33,7 @@ from .plan.first_steps import FirstSteps
 from .plan.libraries import all_layers
 from .plan.plan import Plan
 from .plan.ranks import Ranks
+from .plan.sizes import parameters
 from .plan.stages import StagePlans, Stages
 from .planner.alternatives import plan_or_tell
 from .planner.known import PlanFile, forget, made_for
@@ -41,9 +42,10 @@ from .planner.pipeline import plan_stages
 from .planner.planner import Planner
 from .planner.profile import Profile
 from .planner.schedules import Schedule
-from .planner.sizes import plan_sizes
+from .planner.sizes import Lengths, calls_of, plan_sizes
 from .planner.tensor_parallel import of_one_rank
 from .region import checked_pool
+from .simulation.elastic import rehearse
 from .state import Ambient
 from .training_step import ALONE, Loss, MakeOptimizer, TrainingStep, optimizer_of
 
@@ -107,6 +109,7 @@ def auto(
     set_to_none: bool = True,
     replan: bool = True,
     elastic: bool | Elastic = False,
+    sizes: Sequence[int] | str = (),
 ) -> Applied:
     """Plans for a budget, applies the plan, prints one sentence, and returns the handle.
 
@@ -145,7 +148,9 @@ def auto(
         elastic: Whether regions keep their activations while memory lasts: True, or an `Elastic`. The plan is then that
             with the least peak for this batch, which is to be the largest; it is what a step falls back on. The budget
             is the limit of an `Elastic` of its own; one that is given has its limit already. What each region takes is
-            learned in the first steps, of which the first recomputes all.
+            simulated for this batch and learned in the steps, of which the first recomputes all.
+        sizes: Lengths of sequences, from small to large, as for `make_plan`; the batch is cut, or repeated, to each.
+            With `elastic`, the plan is for the longest, and what regions take is simulated for each.
 
     Returns:
         The handle of `apply`; its `plan` is the plan that is in the model now, `history` all of them.
@@ -153,16 +158,16 @@ def auto(
     Raises:
         BudgetError: No plan fits; with `elastic`, under the limit.
         ArgumentError: See `make_plan` and `apply`; or `elastic` was given with `offload`, or an `Elastic` with a
-            budget; or the file holds something else; or another rank found no plan.
+            budget; or sizes are no lengths; or the file holds something else; or another rank found no plan.
     """
     loop, asked = Loop(hold_output, accumulate, set_to_none), read_budget(budget)
-    memory = _memory(elastic, asked, offload)
+    memory = _memory(elastic, asked, offload, sizes)
     step = TrainingStep.of("auto", model, batch, kwargs, loss, optimizer, device, loop)
     apply(model, Plan()).remove()  # refuses what could not be applied afterwards
-    planning = _Planning(model, asked, step.loss, step.optimizer, device, offload, loop, memory)
+    planning = _Planning(model, asked, step.loss, step.optimizer, device, offload, loop, memory, sizes)
     if memory is not None:
         budget = 0  # what the plan in the file is for
-    file = None if cache is None else PlanFile(Path(cache), made_for(step, budget, offload))
+    file = None if cache is None else PlanFile(Path(cache), made_for(step, budget, offload, sizes))
     plan = None if file is None else _still_fits(file, step, budget)
     found = planning.found(step, plan)
     if file is not None and found is not plan and planning.speaks:
@@ -170,16 +175,30 @@ def auto(
     handle = apply(model, found, elastic=memory)
     if planning.speaks:
         sys.stdout.write("; ".join(filter(None, [handle.plan.summary, file and file.said])) + "\n")
-    shapes = [x.shape for x in _torch.tree_leaves(step.call) if isinstance(x, torch.Tensor)]
+    largest = planning.calls(step)[-1]
+    shapes = [x.shape for x in _torch.tree_leaves(largest) if isinstance(x, torch.Tensor)]
     handle.looking = FirstSteps(handle, planning, shapes, replan=replan)
     handle.looking.put()
     return handle
 
 
-def _memory(elastic: bool | Elastic, budget: Budget, offload: bool | int | str) -> Elastic | None:
+def _memory(
+    elastic: bool | Elastic, budget: Budget, offload: bool | int | str, sizes: Sequence[int] | str
+) -> Elastic | None:
     """The memory that elastic regions share under a budget; None where they are not elastic."""
+    if not isinstance(sizes, str) and not all(type(size) is int for size in sizes):
+        raise errors.ArgumentError(
+            f"auto(sizes=) takes lengths of sequences, but got {errors.say(sizes)}.\n"
+            "  Write sizes=[512, 2048]; for batches apply(model, make_plan(model, budget=..., sizes=[short, long]))."
+        )
     if elastic is False:
         return None
+    if isinstance(sizes, str):
+        raise errors.ArgumentError(
+            f"auto was given elastic and sizes={sizes!r}, which looks for the lengths at which a plan needs more "
+            "regions; elastic regions find that out in each step.\n"
+            "  Write the lengths that come:  auto(..., elastic=True, sizes=[512, 2048])"
+        )
     if offload is not False:
         raise errors.ArgumentError(
             "auto was given elastic and offload: what a plan offloads is moved in every step, even if memory lasts.\n"
@@ -221,6 +240,8 @@ class _Planning:
     offload: bool | int | str = False
     loop: Loop = COMMON
     memory: Elastic | None = None
+    sizes: Sequence[int] | str = ()
+    _rehearsed: list[Applied] = field(default_factory=list[Applied])
 
     def __call__(self, call: ExampleCall, *, draws: Sequence[tuple[Ambient, Any]] = (), **options: Any) -> Plan:
         """The plan for a call.
@@ -232,6 +253,9 @@ class _Planning:
         """
         self.optimizer = options.pop("optimizer", self.optimizer)
         self.loop = replace(self.loop, **options)
+        if self.sizes and not isinstance(self.sizes, str):
+            length = Lengths(parameters(self.model), *call).length
+            self.sizes = [*self.sizes, length] if length > self.sizes[-1] else self.sizes
         if not draws:
             return self.found(TrainingStep(self.model, *call, self.loss, self.optimizer, self.device, self.loop))
         forget()
@@ -244,15 +268,34 @@ class _Planning:
         """The plan of a step, or one that is known, as all ranks use it."""
         try:
             with at_work(f"planning {type(step.model).__name__}"):
-                least = self.budget if self.memory is None else Budget(share=0.0, said="0")
-                found = plan or plan_or_tell(Planner(step, offload=self.offload), least)
-            if self.memory is not None:
-                self._limit(step, found, self.memory)
+                found = self._elastic(step, plan, self.memory) if self.memory else plan or self._planned(step)
         except Exception as error:  # whatever it is: the other ranks wait for this one
             if _in_ranks():
                 _one_plan(step.model, str(error) if isinstance(error, errors.RecomputeError) else repr(error))
             raise
         return _one_plan(step.model, found) if _in_ranks() else found
+
+    def _planned(self, step: TrainingStep) -> Plan:
+        return _plan_one_device(step, self.budget, self.sizes, False, self.offload)
+
+    def _elastic(self, step: TrainingStep, plan: Plan | None, memory: Elastic) -> Plan:
+        """The plan with the least peak for the largest call, of which calls of all sizes are simulated."""
+        steps = [replace(step, args=args, kwargs=kwargs) for args, kwargs in self.calls(step)]
+        plan = plan or plan_or_tell(Planner(steps[-1]), Budget(share=0.0, said="0"))
+        self._limit(steps[-1], plan, memory)
+        if plan.choices:
+            self._rehearsed = [rehearse(one, plan) for one in steps]
+        return plan
+
+    def calls(self, step: TrainingStep) -> Sequence[ExampleCall]:
+        """The call of a step at each size."""
+        return [step.call] if isinstance(self.sizes, str) or not self.sizes else calls_of(self.sizes, step)
+
+    def came(self, handle: Applied) -> None:
+        """Tells the regions of a plan that is in the model now what they took in simulated steps."""
+        for simulated in self._rehearsed:
+            handle._expect(simulated)  # pyright: ignore[reportPrivateUsage]
+        self._rehearsed = []
 
     def _limit(self, step: TrainingStep, floor: Plan, memory: Elastic) -> None:
         """Refuses a limit of elastic regions that is below what the plan takes; sets one that was given as a share."""

@@ -113,6 +113,9 @@ def test_every_step_stays_under_the_limit_and_all_is_kept_where_it_fits(capsys: 
         ({"elastic": True, "offload": True}, ArgumentError, "elastic and offload"),
         ({"elastic": Elastic("1GiB"), "budget": "2GiB"}, ArgumentError, "a limit of its own"),
         ({"elastic": "fit"}, ArgumentError, "takes the memory that regions share"),
+        ({"elastic": True, "sizes": "all"}, ArgumentError, "Write the lengths that come"),
+        ({"sizes": [torch.ones(2)]}, ArgumentError, "takes lengths of sequences"),
+        ({"elastic": True, "sizes": [32, 16]}, ArgumentError, "rise"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], error: type[Exception], text: str) -> None:
@@ -159,3 +162,114 @@ def test_planning_again_keeps_the_memory() -> None:
     assert len(rows) == len(mine.handle.plan)
     assert all(row.kept + row.dropped == 4 for row in rows)  # the same regions, before and after
     assert all(row.dropped <= 2 for row in rows)
+
+
+LENGTHS = 16, 32, 48, 64, 96, 128
+HEADS = 4
+
+
+class Attention(nn.Module):
+    """Scores of all tokens with all: what is kept grows with the square of the length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        scores = (q @ k.transpose(-1, -2)).softmax(-1)
+        return x + self.out((scores @ v).transpose(1, 2).flatten(2))
+
+
+def tokens(length: int) -> torch.Tensor:
+    """A batch of embeddings [batch, sequence, width]."""
+    return torch.randn(2, length, WIDTH, generator=torch.Generator().manual_seed(length))
+
+
+def attending() -> Stack:
+    """Layers with attention and a loss."""
+    torch.manual_seed(3)
+    model = Stack()
+    model.layers = nn.ModuleList(Attention() for _ in range(LAYERS))
+    return model
+
+
+@pytest.mark.parametrize("sizes", [(), LENGTHS], ids=["one size", "sizes"])
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_what_was_simulated_is_known_before_the_first_step(sizes: tuple[int, ...]) -> None:
+    """What each stretch takes at each size is what steps that keep nothing then take, to the byte.
+
+    A region also copies the state of the CPU's generator, which no operation makes.
+    """
+    with limited() as memory:
+        model = attending()
+        pool = Elastic(2**30, slack=0.0, meter=memory, always=True)
+        handle = auto(model, tokens(LENGTHS[-1]), elastic=pool, sizes=sizes, replan=False)
+        expected = learned(handle)
+        assert len(sizes or (1,)) == min(len(points) for stretches in expected for points in stretches.values())
+        for length in sizes or LENGTHS[-1:]:
+            for _ in range(2):
+                out = model(tokens(length))
+                out["loss"].backward()
+                del out
+                model.zero_grad()
+        state = torch.get_rng_state().nbytes
+        for mine, theirs in zip(learned(handle), expected, strict=True):
+            for kind, points in theirs.items():
+                more = {mine[kind][size][1] - taken for size, (_, taken) in points.items()}
+                assert more <= {0, state}, (kind, more)
+
+
+def learned(handle: Any) -> list[dict[str, Any]]:
+    """The table of each region: stretches, each with its sizes and bytes."""
+    parts = handle.elastic._pool.parts or [make.args[0] for one in handle._watched for make in one.makes.values()]
+    return [
+        {kind: dict(known._points) for kind, known in part.needs.items() if known._points}
+        for part in sorted(parts, key=lambda part: part.name)
+    ]
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_the_longest_call_is_kept_when_it_first_comes() -> None:
+    """Where it fits: nothing has to be guessed from shorter calls."""
+    with limited() as memory:
+        plain = attending()
+        before = memory.live()
+        memory.reset_lap()
+        plain(tokens(LENGTHS[-1]))["loss"].backward()
+        most = memory.lap() - before
+        replays: list[int] = []
+        for sizes in ((), LENGTHS):
+            model = attending()
+            limit = memory.live() + round(1.2 * most)
+            handle = auto(
+                model, tokens(LENGTHS[-1]), elastic=Elastic(limit, slack=0.0, meter=memory), sizes=sizes, replan=False
+            )
+            for length in (LENGTHS[0], LENGTHS[-1]):
+                model(tokens(length))["loss"].backward()
+                model.zero_grad()
+            replays.append(sum(row.replayed for row in handle.report().elastic.rows) - len(handle.plan.choices))
+            handle.remove()
+        assert replays == [0, 0]
+
+
+def test_sizes_are_planned_without_elastic_regions_too(tmp_path: Path) -> None:
+    """As by `make_plan`; a longer call in the first steps becomes a size, and a file is read again for its sizes."""
+    model, file = attending(), tmp_path / "plan.json"
+    plan = make_plan(model, tokens(64), budget=0.5, sizes=LENGTHS[:4])
+    handle = auto(model, tokens(64), budget=0.5, sizes=LENGTHS[:4], cache=file)
+    assert [one.choices for one in handle.plan.sizes] == [one.choices for one in plan.sizes]
+    model(tokens(64))["loss"].backward()
+    model.zero_grad()
+    with pytest.warns(RuntimeWarning, match="is called with a first tensor of 2 x 96 x 32"):
+        loss = model(tokens(96))["loss"]
+    loss.backward()
+    model.zero_grad()
+    model(tokens(64))["loss"].backward()
+    assert [one.shape[1] for one in handle.plan.sizes] == [16, 32, 48, 64, 96]
+    handle.remove()
+    texts = file.read_text()
+    auto(model, tokens(64), budget=0.5, sizes=LENGTHS[:4], cache=file).remove()
+    assert file.read_text() == texts
+    auto(model, tokens(64), budget=0.5, sizes=LENGTHS[:3], cache=file).remove()
+    assert file.read_text() != texts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 import sys
 import warnings
@@ -217,6 +218,7 @@ def test_where_no_plan_is_found_the_first_one_stays() -> None:
 
 def test_a_copy_is_not_watched() -> None:
     """What a copy of the model does says nothing of the model, and `remove` ends the looking."""
+    gc.collect()  # what looks at the models of other tests
     before = dict(optimizers._global_optimizer_post_hooks)
     training = Training("as planned")
     twin = copy.deepcopy(training.model)

@@ -1104,6 +1104,8 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: auto(nn_linear(), vector(), loss=torch.sum, cache="no/such/folder/plan.json"),
     lambda: auto(nn_linear(), vector(), loss=torch.sum, cache="pyproject.toml"),
     lambda: auto(nn_linear(), vector(), loss=torch.sum, elastic=True, offload=True),
+    lambda: auto(nn_linear(), vector(), loss=torch.sum, elastic=True, sizes="all"),
+    lambda: auto(nn_linear(), vector(), loss=torch.sum, sizes=[vector()]),
     lambda: auto(nn_linear(), vector(), loss=torch.sum, elastic=Elastic("1GiB"), budget="2GiB"),
     # an optimizer
     lambda: make_plan(nn_linear(), vector(), budget=0.4, optimizer="adamv"),

@@ -3,7 +3,8 @@
 A step is cut into stretches by boundaries: a region's forward, its end, the first tensor that backward reads of a kept
 call, a replay and its end. What each stretch takes above what was alive when it began is learned from the meter, by the
 size of the call; before a stretch, calls are evicted until what it will take fits under the limit. So room is made
-before memory runs out, and never in the middle of a kernel.
+before memory runs out, and never in the middle of a kernel. What a simulated step took (`Rehearsal`) fills the table
+before the first step.
 
 What backward needs last is evicted first: the oldest call, or, where microbatches overlap (seen when backward begins
 with an older call of a region while a newer one waits), the newest microbatch's oldest. A region's first call is never
@@ -33,8 +34,9 @@ import torch
 
 from .. import errors
 from .._text import shown, table
+from .._torch.storages import is_fake
 from ..engine.elastic import ElasticCall
-from ..engine.region_call import Contexts
+from ..engine.region_call import Contexts, RegionCall
 from ..region import checked_store
 from ..stores import Store, bandwidth
 from .budget import as_budget, read_budget
@@ -52,21 +54,29 @@ class _Learned:
     """The most bytes that one stretch of a region was seen to take, by the size of the call in bytes."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[int, int]] = {}  # by the size in steps: the largest size, and the most bytes
+        self._points: dict[int, tuple[int, int]] = {}  # by the size in steps: the largest size, and the most bytes
+        self._seen: dict[int, int] = {}  # the largest size that was not only simulated
 
-    def learn(self, size: int, taken: int) -> None:
+    def learn(self, size: int, taken: int, *, simulated: bool = False) -> None:
         """Notes what a stretch has taken."""
         step = _step_of(size)
-        largest, most = self._seen.get(step, (0, 0))
-        self._seen[step] = max(size, largest), max(taken, most)
+        largest, most = self._points.get(step, (0, 0))
+        self._points[step] = max(size, largest), max(taken, most)
+        if not simulated:
+            self._seen[step] = max(size, self._seen.get(step, 0))
+
+    def learn_all(self, other: _Learned) -> None:
+        """Notes what another has learned, of a simulated step."""
+        for size, taken in other._points.values():
+            self.learn(size, taken, simulated=True)
 
     def knows(self, size: int) -> bool:
         """Whether a stretch of about this size was seen."""
-        return self._seen.get(_step_of(size), (-1, 0))[0] >= size
+        return self._seen.get(_step_of(size), -1) >= size
 
     def of(self, size: int) -> int | None:
-        """Returns what the stretch will take at a size: between two that were seen, the chord; see `_beyond`."""
-        points = sorted(self._seen.values())
+        """Returns what the stretch will take at a size: between two that are known, the chord; see `_beyond`."""
+        points = sorted(self._points.values())
         place = bisect.bisect_left(points, (size, 0))
         if not points:
             return None
@@ -198,6 +208,8 @@ class Elastic:
     The ideas are those of dynamic rematerialization (DTR, Kirisame et al., ICLR 2021) with regions as units.
     """
 
+    simulated = False  # whether it is of a step on tensors without data
+
     def __init__(
         self,
         limit: int | str = "fit",
@@ -246,6 +258,11 @@ class Elastic:
         """Reports on the regions whose calls were looked up, in their order."""
         return self._pool.report([make.args[0] for make in makes])
 
+    def expect(self, makes: Iterable[tuple[Any, Any]]) -> None:
+        """Fills what regions know with what others took in a simulated step; each is given by what makes its calls."""
+        for mine, simulated in makes:
+            mine.args[0].expect(simulated.args[0])
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Elastic:
         return self  # a copy of a model is on the same device
 
@@ -253,12 +270,14 @@ class Elastic:
         """In another process it begins with what it was made from."""
         return functools.partial(Elastic, **self._made_from), ()
 
-    def calls(self, fn: Callable[..., Any], name: str, what: Hashable = None) -> Callable[..., ElasticCall]:
+    def calls(self, fn: Callable[..., Any], name: str, what: Hashable = None) -> Callable[..., RegionCall]:
         """Returns what makes the calls of a region: of one function there is one part, however often it is wrapped.
 
-        `what` tells apart regions of one function and name.
+        `what` tells apart regions of one function and name. A simulated step keeps nothing: that is its floor.
         """
         owner: Any = getattr(fn, "__self__", fn)
+        if isinstance(owner, torch.nn.Module) and any(map(is_fake, owner.parameters())) and not self.simulated:
+            return RegionCall
         if isinstance(owner, types.FunctionType):
             owner = owner.__code__
         try:
@@ -269,6 +288,16 @@ class Elastic:
             if (name, what) not in parts:
                 parts[name, what] = _RegionMemory(self._pool, name)
             return functools.partial(ElasticCall, parts[name, what])
+
+
+class Rehearsal(Elastic):
+    """Memory of a simulated step: it keeps nothing, and learns what each stretch takes of a meter's bytes."""
+
+    simulated = True
+
+    def __init__(self, meter: Meter) -> None:
+        super().__init__(1 << 62, meter=meter, always=True)
+        self._pool.checked = True  # no limit to compare with, and none to set on a device
 
 
 class _Pool:
@@ -475,7 +504,8 @@ class _RegionMemory:
             mine = [other.microbatch for other in pool.waiting() if other.part is self]
             call.microbatch = 1 + max(mine) if mine else 0
             lean = self.needs[DROPPED].of(call.size)
-            keeps = not (lean is None or call.attempt or pool.always or self.collectives.unclear)
+            first = not self.counts["dropped"]
+            keeps = not (first or lean is None or call.attempt or pool.always or self.collectives.unclear)
             if keeps:
                 most = (self._saved.of(call.size) or 0) + (lean or 0)
                 seen = self.needs[KEPT].of(call.size)
@@ -551,6 +581,12 @@ class _RegionMemory:
             self.collectives.seen(replayed=True)
             self.pool.end()
             self.pool.begin(self, BACKWARD, call)
+
+    def expect(self, simulated: _RegionMemory) -> None:
+        """Notes what the same region took in a simulated step."""
+        for kind, learned in simulated.needs.items():
+            self.needs[kind].learn_all(learned)
+        self._saved.learn_all(simulated._saved)
 
     def held(self, call: ElasticCall) -> int:
         """The bytes that eviction of a kept call is expected to free."""

@@ -114,6 +114,14 @@ class Applied:
             for stack in self._open:
                 self._figures = stack.enter_context(watching(self._watched))
 
+    def _expect(self, simulated: Applied) -> None:
+        """Tells elastic regions what the same regions took in a simulated step of some size."""
+        makes = {one.name: one.makes for one in simulated._watched if isinstance(one, Region)}
+        mine = (one for one in self._watched if isinstance(one, Region) and one.memory is not None)
+        pairs = ((one.make(within), make) for one in mine for within, make in makes.get(one.name, {}).items())
+        if self.elastic is not None:
+            self.elastic.expect(pairs)
+
     def watch(self) -> AbstractContextManager[Applied]:
         """Takes the figures of the steps inside, for `report`.
 

@@ -74,6 +74,10 @@ class Planning(Protocol):
         """The plan for a call; `options` are those of the differences."""
         ...
 
+    def came(self, handle: Applied) -> None:
+        """Called with the handle when a plan is in the model."""
+        ...
+
     def together(self, mine: Sequence[str]) -> set[str]:
         """The words of all ranks."""
         ...
@@ -233,6 +237,7 @@ class FirstSteps(ForwardWrapper):
             hook.remove()
         del self._hooks[1:]
         self._handle.first.autocast = None  # is spoken of here
+        self._planning.came(self._handle)
         plan: Any = self._handle.plan
         paths = [path for path, _ in plan.modules]
         profile = plan.profile

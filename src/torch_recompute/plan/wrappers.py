@@ -247,14 +247,11 @@ class Region(ForwardWrapper):
     def make(self, within: str = "") -> Callable[..., RegionCall] | None:
         """Returns what makes the calls of an elastic region, or of one `within` it; None where it is not elastic.
 
-        One that is put there again has what was learned of it. A simulated step keeps nothing: that is its floor.
+        One that is put there again has what was learned of it.
         """
         if self.memory is not None and within not in self.makes:
-            if any(map(is_fake, self.module.parameters())):
-                self.memory = None
-            else:
-                name = f"{self.name}, {within}" if within else self.name
-                self.makes[within] = self.memory.calls(self.module, name, self.choice)
+            name = f"{self.name}, {within}" if within else self.name
+            self.makes[within] = self.memory.calls(self.module, name, self.choice)
         return self.makes.get(within)
 
     def _on(self, module: nn.Module) -> ForwardWrapper:

@@ -26,7 +26,7 @@ import pickle
 import sys
 import types
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -230,13 +230,14 @@ CHANGED = {
     "optimizer": "the optimizer",
     "budget": "the budget",
     "loop": "the training loop",
+    "sizes": "sizes",
     "settings": "autocast, another setting of PyTorch, or offload=",
     "device": "the device, or the version of torch",
 }
 """The parts of a step that a plan in a file was made for, in words."""
 
 
-def made_for(step: TrainingStep, budget: object, offload: object) -> dict[str, Any]:
+def made_for(step: TrainingStep, budget: object, offload: object, sizes: Sequence[int] | str = ()) -> dict[str, Any]:
     """Returns what decides on a plan, as text that JSON holds and that is the same in another process.
 
     Functions go by their code.
@@ -260,6 +261,7 @@ def made_for(step: TrainingStep, budget: object, offload: object) -> dict[str, A
         "loop": step.loop.words,
         "settings": _hash(split_settings(settings())[0], torch.get_default_dtype(), offload),
         "device": full_name(device) if isinstance(device, torch.device) else f"{device}, torch {torch.__version__}",
+        **({"sizes": sizes if isinstance(sizes, str) else [*sizes]} if sizes else {}),
     }
 
 
@@ -298,7 +300,7 @@ class PlanFile:
                 f"cache= is {str(path)!r}, which holds something else than a plan of torch_recompute.auto and is not "
                 "written over.\n  Name another file, or remove this one."
             ) from None
-        changed = [words for name, words in CHANGED.items() if cast("Any", then).get(name) != self._facts[name]]
+        changed = [words for name, words in CHANGED.items() if cast("Any", then).get(name) != self._facts.get(name)]
         if changed:
             self.said = f"planned again: {' and '.join(changed[:2])} changed"
         else:

@@ -65,21 +65,29 @@ def calls_of(examples: Sequence[Batch | int], step: TrainingStep) -> list[Call]:
                 "  Write one or the other:  make_plan(model, batch, budget=..., sizes=[512, 2048])\n"
                 "                           make_plan(model, budget=..., sizes=[short, long])"
             )
-        lengths = Lengths(parameters(step.model), *step.call)
-        return [lengths(length) for length in examples if isinstance(length, int)]
+        names = parameters(step.model)
+        lengths = Lengths(names, *step.call)
+        calls = [lengths(length) for length in examples if isinstance(length, int)]
+        return _rising(names, calls)
     if type(step.args) is not tuple or step.args:
         raise errors.ArgumentError(
             f"make_plan was given a batch ({errors.say(step.args)}) and sizes that are batches, too.\n"
             "  Write one or the other:  make_plan(model, budget=..., sizes=[short, long])"
         )
-    return [call_of("make_plan", step.model, example, step.kwargs) for example in examples]
+    calls = [call_of("make_plan", step.model, example, step.kwargs) for example in examples]
+    return _rising(parameters(step.model), calls)
+
+
+def _rising(names: Sequence[str], calls: list[Call]) -> list[Call]:
+    """The calls, where each is larger than the one before."""
+    Plan(sizes=tuple(SizeClass(size_of(names, *call) or ()) for call in calls))  # refuses what does not rise
+    return calls
 
 
 def plan_calls(step: TrainingStep, calls: Sequence[Call], budget: Budget | Limit, offload: bool | int | str) -> Plan:
     """The plan for some calls, from small to large."""
     names = parameters(step.model)
     shapes = [size_of(names, *call) or () for call in calls]
-    Plan(sizes=tuple(SizeClass(shape) for shape in shapes))  # refuses what does not rise
     largest: Plan | None = None
     sizes: list[SizeClass] = []
     for shape, (args, kwargs) in zip(reversed(shapes), reversed(calls), strict=True):
