@@ -4,9 +4,8 @@
 
 PyTorch's tests call `torch.utils.checkpoint.checkpoint` and `checkpoint_sequential`. Both are replaced by those of
 `torch_recompute` before a test file is imported, and the tests that concern checkpointing are run by pytest in this
-process. Calls that ask for `use_reentrant=True`, which this library refuses, still go to torch, so that a test which
-tries both modes shows what it has to say of the other. `--stock` replaces nothing: what fails there as well says
-nothing about this library.
+process, those of `use_reentrant=True` too, which is the same engine here. `--stock` replaces nothing: what fails there
+as well says nothing about this library.
 
 The checkout should be of the release that is installed (`git clone --branch v2.13.0 --depth 1 ...`); it need not be
 built, and its `conftest.py` and pytest settings are not used. Any folder will do that holds `test_autograd.py` or
@@ -19,14 +18,12 @@ Exit status: 0 if nothing failed, 1 if a test failed or a file could not be impo
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -40,21 +37,21 @@ SELECTED: dict[str, dict[str, str]] = {
     "test_utils.py": {"TestCheckpoint": r""},
 }
 
-_REENTRANT = "is about use_reentrant=True, which this library refuses"
 _DEFAULT = "wants the warning that leaving out use_reentrant means True; here it means False"
 _HELPER = "calls a helper of torch.utils.checkpoint alone"
+_GRAD = "wants the error of the reentrant engine under torch.autograd.grad; here it works"
 
 # Test -> why it is not asked of this library.
 EXCEPTIONS: dict[str, str] = {
-    "test_checkpointing": _REENTRANT,
-    "test_checkpoint_valid_reset_on_error": _REENTRANT,
-    "test_checkpointing_without_reentrant_detached_tensor_use_reentrant_True": _REENTRANT,
-    "test_checkpoint_no_tensors": _REENTRANT,
-    "test_checkpoint_non_tensor": _REENTRANT,
-    "test_checkpoint_non_tensor_inputs_outputs": _REENTRANT,
-    "test_checkpoint_partial_grad": _REENTRANT,
-    "test_checkpoint_rng_cpu": _REENTRANT,
-    "test_checkpoint_rng_cuda": _REENTRANT,
+    "test_checkpoint_valid": _GRAD,
+    "test_checkpoint_valid_reset_on_error": _GRAD,
+    "test_checkpointing_without_reentrant_detached_tensor_use_reentrant_True": (
+        "wants the error of the reentrant engine when no output requires grad; here it works"
+    ),
+    "test_checkpoint_partial_grad": "wants the words of the reentrant engine when no output requires grad",
+    "test_checkpoint_non_tensor_inputs_outputs": (
+        "wants an error at the second backward through an output that is an input; here it is the input itself"
+    ),
     "test_checkpoint_warns_if_use_reentrant_not_passed_explcitly": _DEFAULT,
     "test_checkpoint_sequential_warns_if_use_reentrant_not_passed_explcitly": _DEFAULT,
     "test_get_device_states_recursive": _HELPER,
@@ -82,18 +79,8 @@ def install() -> None:
 
     import torch_recompute as ours
 
-    theirs.checkpoint = unless_reentrant(ours.checkpoint, theirs.checkpoint)
-    theirs.checkpoint_sequential = unless_reentrant(ours.checkpoint_sequential, theirs.checkpoint_sequential)
-
-
-def unless_reentrant(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """`ours`, but `theirs` for a call that asks for the reentrant mode."""
-
-    @functools.wraps(ours)
-    def choose(*args: Any, **kwargs: Any) -> Any:
-        return (theirs if kwargs.get("use_reentrant") is True else ours)(*args, **kwargs)
-
-    return choose
+    theirs.checkpoint = ours.checkpoint
+    theirs.checkpoint_sequential = ours.checkpoint_sequential
 
 
 @dataclass

@@ -37,6 +37,7 @@ from torch_recompute import (
     recompute,
     replay,
 )
+from torch_recompute.compat import _calling, paddle
 
 aten = torch.ops.aten
 
@@ -78,6 +79,110 @@ def test_no_warning(use_reentrant: bool | None) -> None:
         warnings.simplefilter("error")
         got = gradients(lambda x: checkpoint(torch.exp, x, use_reentrant=use_reentrant))
     assert equal(got, gradients(torch.exp))
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6), nn.GELU())
+
+
+class Passing(torch.autograd.Function):
+    """Saves its input, as a Function of the user's own does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0] * ctx.saved_tensors[0].exp()
+
+
+def hooked(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    if y.requires_grad:
+        y.register_hook(lambda grad: grad * 3)
+    return y.exp()
+
+
+def changed_in_place(c: Any, x: torch.Tensor) -> torch.Tensor:
+    y = c(torch.exp, x)
+    return y.mul_(2).sin() if c is not plainly else (y * 2).sin()  # autograd refuses it without a region
+
+
+def plainly(function: Any, *args: Any) -> Any:
+    """The call without a region."""
+    return function(*args)
+
+
+SHARED, drop = mlp(), nn.Dropout(0.5)
+REENTRANT: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "module": lambda c, x: c(SHARED, x),
+    "one module twice": lambda c, x: c(SHARED, x) + c(SHARED, x),
+    "regions in a region": lambda c, x: c(lambda x: c(torch.exp, c(torch.sin, x)), x),
+    "random numbers": lambda c, x: drop(c(lambda x: drop(x).exp(), x)),
+    "autocast": lambda c, x: torch.autocast("cpu", torch.bfloat16)(c)(SHARED, x).float(),
+    "not only tensors": lambda c, x: c(lambda x, k, n: (k, None, x.argmax(), "s", (x * k).exp()), x, 3, None)[4],
+    "output unused": lambda c, x: c(lambda x: (x.exp(), x.sin()), x)[0],
+    "output detached": lambda c, x: sum(c(lambda x: (x.exp(), x.detach()), x)),
+    "output is an input": lambda c, x: sum(c(lambda x: (x, x.exp()), x)),
+    "output is a view": lambda c, x: c(lambda x: x.view(-1), x).exp(),
+    "outputs are views": lambda c, x: c(lambda x: SHARED(x).chunk(2)[0], x),
+    "output changed in place": changed_in_place,
+    "work only with grad": lambda c, x: c(lambda x: x.exp() if torch.is_grad_enabled() else x.detach().exp(), x),
+    "hooks": lambda c, x: c(hooked, x),
+    "autograd Function": lambda c, x: c(lambda x: Passing.apply(x), x),
+    "several modules": lambda c, x: (
+        checkpoint_sequential([SHARED, torch.sin, torch.exp], 3, x, c is not plainly)
+        if c is not reentrant
+        else theirs.checkpoint_sequential([SHARED, torch.sin, torch.exp], 3, x, use_reentrant=True)
+    ),
+}
+"""What torch's reentrant engine does right."""
+reentrant = functools.partial(theirs.checkpoint, use_reentrant=True)
+taken = functools.partial(checkpoint, use_reentrant=True)
+
+
+@pytest.mark.parametrize("name", REENTRANT)
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.filterwarnings("ignore:use_reentrant=True runs")
+def test_reentrant_is_taken(name: str) -> None:
+    """`use_reentrant=True` gives the gradients of torch's reentrant engine, and of no region, to the last bit."""
+    results: list[list[torch.Tensor]] = []
+    for call in (plainly, reentrant, taken):
+        torch.manual_seed(3)
+        SHARED.zero_grad()
+        x = torch.randn(4, 6, requires_grad=True)
+        REENTRANT[name](call, x).square().sum().backward()
+        results.append([each.grad for each in (x, *SHARED.parameters()) if each.grad is not None])
+    assert equal(results[0], results[1])
+    assert equal(results[0], results[2])
+
+
+@pytest.mark.filterwarnings("ignore:use_reentrant=True runs")
+def test_reentrant_works_where_torchs_does_not() -> None:
+    """Keyword arguments, `autograd.grad`, inputs without grad, and BatchNorm: one engine, with the plain gradients."""
+    norm, x = nn.BatchNorm1d(6), torch.ones(4, 6)
+    taken(norm, x).sum().backward()
+    assert norm.weight.grad is not None
+    assert norm.num_batches_tracked == 1
+    fn = Turns(lambda x, scale: (x * scale).exp())
+    assert equal(gradients(lambda x: taken(fn, x, scale=2.0)), gradients(lambda x: (x * 2.0).exp()))
+    assert fn.calls == 2
+
+
+def test_reentrant_is_said_once() -> None:
+    """One warning in a process, at the line of the user, however many regions and functions ask for it."""
+    _calling._say_reentrant.cache_clear()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            checkpoint(torch.exp, vector(), use_reentrant=True)
+            paddle.recompute(torch.exp, vector(), use_reentrant=True)
+            checkpoint_sequential([torch.sin, torch.exp], 2, vector(), use_reentrant=True)
+    assert ["use_reentrant=True runs as use_reentrant=False" in str(warning.message) for warning in said] == [True]
+    assert said[0].filename == __file__
 
 
 class Scaled(nn.Module):
@@ -128,11 +233,6 @@ def test_decorator_form_in_a_compiled_function() -> None:
 
 
 # --- options ----------------------------------------------------------------------------------------------------------
-
-
-def mlp() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6), nn.GELU())
 
 
 SELECTIVE = {

@@ -969,9 +969,8 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: region(lambda x, parts: x)(vector(), (i for i in range(3))),
     lambda: region(lambda x, parts: x)(vector(), parts=iter([1, 2])),
     # torch.utils.checkpoint's options
-    lambda: checkpoint(torch.exp, vector(), use_reentrant=True),
-    lambda: checkpoint_sequential([torch.exp], 1, vector(), use_reentrant=True),
-    lambda: checkpoint_sequential([torch.exp], 1, vector(), True),
+    lambda: checkpoint(torch.exp, vector(), use_reentrant="no"),
+    lambda: checkpoint(torch.exp, vector(), use_reentrant=True, debug=True),
     lambda: checkpoint_sequential([torch.sin, torch.exp], 2, vector(), vector()),
     lambda: checkpoint(torch.exp, vector(), determinism_check="defalt"),
     lambda: checkpoint(torch.exp, vector(), debug=True, context_fn=lambda: (Silencer(), Silencer())),
@@ -981,8 +980,6 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: checkpoint_sequential([torch.sin, torch.exp, torch.sin], 0, vector()),
     # the calls of other systems
     lambda: paddle.recompute(Opaque(), vector()),
-    lambda: paddle.recompute(torch.exp, vector(), use_reentrant=True),
-    lambda: paddle.recompute_sequential({}, [torch.sin], vector(), use_reentrant=True),
     lambda: paddle.recompute(torch.exp, vector(), preserve_rng_state="no"),
     lambda: paddle.recompute(torch.exp, vector(), offload_indices=0),
     lambda: paddle.recompute(torch.add, vector(), vector(), offload_indices=[0, 2]),

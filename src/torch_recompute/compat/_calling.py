@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -96,14 +98,39 @@ def tracked(module: str) -> tuple[Ambient, ...]:
     return () if loaded is None else (TrackerRng(loaded.get_cuda_rng_tracker()),)
 
 
-def reentrant(of_torch: bool = True) -> str:
-    """Returns the text of the error for `use_reentrant=True`, with the phrases of torch's that code may match."""
-    others = " (context_fn, debug and keyword arguments are only supported when use_reentrant=False.)"
-    return (
-        "use_reentrant=True is not supported: it calls backward inside backward, which breaks DDP, "
-        "torch.autograd.grad, backward(inputs=...) and gradient hooks, and trains nothing when no input of the region "
-        f"requires grad.{others if of_torch else ''}\n"
-        "  Write use_reentrant=False, or leave it out: gradients are the same, and it is faster."
+def take_reentrant(use_reentrant: object, other: bool = False) -> None:
+    """Takes `use_reentrant=True` for what it does, and says once per process which engine runs it.
+
+    Args:
+        use_reentrant: The option as it was passed.
+        other: Whether `context_fn` or `debug` was passed as well, which torch has for False alone.
+
+    Raises:
+        ArgumentError: It is not True, False or None, or it is True beside one of these.
+    """
+    if use_reentrant is not None and not isinstance(use_reentrant, bool):
+        raise errors.ArgumentError(
+            f"use_reentrant is {errors.say(use_reentrant)}, where True, False, or nothing, is expected. "
+            "(checkpoint_sequential takes one input: put several into a tuple that the functions take and return.)"
+        )
+    if use_reentrant and other:
+        raise errors.ArgumentError(
+            "use_reentrant=True was passed with context_fn or debug, which are only supported when "
+            "use_reentrant=False, as in torch.utils.checkpoint.\n"
+            "  Write use_reentrant=False, or leave it out: gradients are the same."
+        )
+    if use_reentrant and not torch.compiler.is_compiling():
+        _say_reentrant()
+
+
+@functools.cache
+def _say_reentrant() -> None:
+    warnings.warn(
+        "use_reentrant=True runs as use_reentrant=False here: gradients are the same. Unlike the reentrant engine it "
+        "calls no backward inside backward, so DDP, torch.autograd.grad and backward(inputs=...) work, and layers none "
+        "of whose inputs requires grad are trained. Write use_reentrant=False, or leave it out. (Said once.)",
+        UserWarning,
+        stacklevel=4,
     )
 
 

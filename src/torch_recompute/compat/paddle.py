@@ -3,8 +3,8 @@
     from torch_recompute.compat.paddle import recompute, recompute_sequential
 
 The calls are those of Paddle's functions, for PyTorch tensors and modules: `recompute(function, *args)` runs the
-function at once, where `torch_recompute.recompute(function)` wraps it. Paddle's default engine (`use_reentrant=True`)
-calls backward inside backward and is refused; left out, the option means False.
+function at once, where `torch_recompute.recompute(function)` wraps it. There is one engine, which calls no backward
+inside backward: `use_reentrant=True`, Paddle's default, runs on it and warns once.
 
 Paddle offloads by position, so `offload_indices` becomes a store that offloads the tensors of these arguments. (With
 copies made before the call, and back inside the region, autograd would see the copies and keep the caller's tensors.)
@@ -26,7 +26,7 @@ from ..region import STAYS, no_effect
 from ..state import Ambient, NumpyRng, PythonRng
 from ..stores import OnHost
 from ..values import name_of
-from ._calling import as_region, check_callable, check_switch, reentrant
+from ._calling import as_region, check_callable, check_switch, take_reentrant
 from .torch_utils import in_segments
 
 __all__ = ["recompute", "recompute_sequential"]
@@ -49,7 +49,7 @@ def recompute(
         preserve_rng_state: Whether the replay draws the random numbers of the forward.
         preserve_external_rng_state: Whether that holds for `random` and NumPy as well; by default if it does for
             PyTorch's generators, as in Paddle.
-        use_reentrant: False or None. True is refused.
+        use_reentrant: True, False and None are the same engine; True warns once per process.
         offload_indices: Positional arguments that wait in host memory, counted from 0: all tensors in them.
             The others stay where they are, inside of another region too, and all do inside `torch.compile`.
         **kwargs: Keyword arguments of `function`.
@@ -63,7 +63,7 @@ def recompute(
     for option, value in {"preserve_rng_state": preserve_rng_state, **may_be_none}.items():
         if value is not None or option not in may_be_none:
             check_switch("recompute", option, value, f"Write {option}=False, or leave it out.")
-    _refuse_reentrant(use_reentrant)
+    take_reentrant(use_reentrant)
     if isinstance(offload_indices, str) or not isinstance(offload_indices, Sequence):
         raise errors.ArgumentError(
             f"recompute: offload_indices is {errors.say(offload_indices)}, where a list of numbers is expected.\n"
@@ -76,11 +76,6 @@ def recompute(
     elif offload_indices:
         store = _store(name_of(function), args, kwargs, offload_indices)
     return as_region(function, args, kwargs, inputs=store, state=state, rng=preserve_rng_state)
-
-
-def _refuse_reentrant(use_reentrant: bool | None) -> None:
-    if use_reentrant:
-        raise errors.ArgumentError(reentrant(of_torch=False))
 
 
 def _external() -> Sequence[Ambient]:
@@ -120,7 +115,6 @@ def recompute_sequential(
             "  Put several values into a tuple that the functions take and return."
         )
     segments, offloaded = ctx.get("segments", 1), kwargs.get("offload_indices")
-    _refuse_reentrant(kwargs.get("use_reentrant"))
     if segments == 1 and offloaded:
         why = "of one segment, which is also the last, nothing is recomputed"
         raise errors.ArgumentError(errors.no_effect("offload_indices", offloaded, why, 'Write {"segments": 2}'))

@@ -1,8 +1,9 @@
 """`torch.utils.checkpoint`'s `checkpoint` and `checkpoint_sequential` on this engine.
 
 The options keep torch's meanings, `set_checkpoint_early_stop` and `set_checkpoint_debug_enabled` are obeyed, and errors
-are also `torch.utils.checkpoint.CheckpointError` with the phrases that code may match. `use_reentrant=True` is refused,
-and leaving the option out means False. What else PyTorch's own tests see differently is in `docs/compatibility.md`.
+are also `torch.utils.checkpoint.CheckpointError` with the phrases that code may match. There is one engine, which calls
+no backward inside backward: `use_reentrant=True` runs on it and warns once, and leaving the option out means False.
+What else PyTorch's own tests see differently is in `docs/compatibility.md`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ..engine.region_call import Contexts, Options
 from ..region import call, trace
 from ..state import DEFAULT
 from ..values import name_of
-from ._calling import reentrant
+from ._calling import take_reentrant
 
 _CHECKS = {"default": "metadata", "none": "none"}
 
@@ -52,7 +53,7 @@ def checkpoint(
     Args:
         function: The function to call, and to call again in backward.
         *args: Its positional arguments.
-        use_reentrant: False or None. True is refused.
+        use_reentrant: True, False and None are the same engine; True warns once per process.
         preserve_rng_state: Whether the replay draws the random numbers of the forward.
         context_fn: Returns two context managers, one for the forward and one for the replays, such as
             `torch.utils.checkpoint.create_selective_checkpoint_contexts` makes.
@@ -66,10 +67,11 @@ def checkpoint(
         **kwargs: Keyword arguments of `function`.
 
     Raises:
-        ArgumentError: For `use_reentrant=True`, an unknown `determinism_check`, `debug` with a `context_fn`, keyword
-            arguments of a function that is not there, or hooks that this torch cannot respect.
+        ArgumentError: For `debug` or a `context_fn` with `use_reentrant=True` or with one another, an unknown
+            `determinism_check`, keyword arguments of a function that is not there, or hooks that this torch cannot
+            respect.
     """
-    _refuse_reentrant(use_reentrant)
+    take_reentrant(use_reentrant, debug or context_fn is not noop_context_fn)
     settings = context_fn, determinism_check, debug, early_stop, preserve_rng_state, respect_saved_tensors_hooks
     if function is not None or args:
         return _call(function, args, kwargs, settings)
@@ -158,16 +160,6 @@ def _respecting(contexts: Contexts, respect: bool) -> Any:
     return forward, replay
 
 
-def _refuse_reentrant(use_reentrant: Any) -> None:
-    if use_reentrant is not None and not isinstance(use_reentrant, bool):
-        raise errors.ArgumentError(
-            f"use_reentrant is {errors.say(use_reentrant)}, where False, or nothing, is expected. "
-            "(checkpoint_sequential takes one input: put several into a tuple that the functions take and return.)"
-        )
-    if use_reentrant:
-        raise errors.ArgumentError(reentrant())
-
-
 def checkpoint_sequential(
     functions: Sequence[Callable[[Any], Any]] | torch.nn.Sequential,
     segments: int,
@@ -181,13 +173,13 @@ def checkpoint_sequential(
         functions: An `nn.Sequential`, or modules or functions of one argument.
         segments: How many parts to make; the last holds the remainder too and is not recomputed.
         input: The argument of the first function.
-        use_reentrant: False or None. True is refused.
+        use_reentrant: True, False and None are the same engine; True warns once per process.
         preserve_rng_state: Whether replays draw the random numbers of the forward.
 
     Raises:
-        ArgumentError: For `use_reentrant=True`, or `segments` not between 1 and the number of functions.
+        ArgumentError: `segments` is not between 1 and the number of functions.
     """
-    _refuse_reentrant(use_reentrant)
+    take_reentrant(use_reentrant)
     region = functools.partial(checkpoint, preserve_rng_state=preserve_rng_state)
     return in_segments("checkpoint_sequential", functions, segments, input, region)
 
