@@ -1,18 +1,23 @@
-"""The command `torch-recompute`: its list of commands, without importing torch.
+"""The command `torch-recompute`: answers help, the version and wrong command lines without importing torch.
 
-Beside the package, because importing the package imports torch, which takes seconds; help takes none. Any other command
-line is one of `python -m torch_recompute`.
+Beside the package, because importing the package imports torch, which takes seconds; an answer about the command line
+takes none. The options are described where the commands are. `torch_recompute/commands/options.json` repeats these
+descriptions as data, of which the same parsers are made here; `tests/commands/test_cli.py` writes and compares it. A
+command line that they accept is one of `python -m torch_recompute`.
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import json
+import re
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 COMMANDS = {
     "demo": "train a small GPT five ways side by side and compare memory, time, FLOPs and bits",
@@ -54,9 +59,51 @@ def _complete_files(parser: argparse.ArgumentParser, files: Any) -> None:
                 _complete_files(inner, files)
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors say the cause first, name what is close to a wrong word, and end with the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the process with exit code 2."""
+        self.exit(2, f"{self.prog}: error: {message}\n{self.format_usage()}")
+
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, args: Any = None, namespace: Any = None
+    ) -> Any:
+        """Refuses an option that there is not, before any that is missing."""
+        words = list(sys.argv[1:] if args is None else args)
+        for word in words:
+            if word == "--" or (self._subparsers is not None and not word.startswith("-")):
+                break
+            if re.match(r"-[^\d.\s]\S*$", word) and not self._knows(word.partition("=")[0]):
+                self._refuse(word.partition("=")[0])
+        found, others = super().parse_known_args(words, namespace)
+        if others:
+            self.error(f"{self.prog} does not expect {' '.join(others)}")
+        return found, others
+
+    def _knows(self, option: str) -> bool:
+        long = option.startswith("--")
+        return any((o.startswith(option) if long else option.startswith(o)) for o in self._option_string_actions)
+
+    def _refuse(self, option: str) -> None:
+        near = close_to(option, self._option_string_actions)
+        self.error(f"{option} is no option of {self.prog}{near or f'; {self.prog} --help lists them'}")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = [*map(str, action.choices)]
+            near = close_to(str(value), known)
+            raise argparse.ArgumentError(action, f"{value!r} is not known{near}. Known are {', '.join(known)}.")
+
+
+def close_to(word: str, known: Iterable[str]) -> str:
+    """Returns what ends a sentence about a wrong word: the known one that is closest to it, if one is close."""
+    return "".join(f"; close to it: {one}" for one in difflib.get_close_matches(word, list(known), n=1))
+
+
 def new_parser(version: str = "") -> tuple[argparse.ArgumentParser, Any]:
     """The command line without its commands, and that to which they are added."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="torch-recompute",
         description="Activation recomputation for PyTorch.",
         epilog="exit codes: 0 done, 1 a check failed, 2 a wrong command line, 3 it does not fit into memory",
@@ -66,17 +113,42 @@ def new_parser(version: str = "") -> tuple[argparse.ArgumentParser, Any]:
     return parser, parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
 
+TYPES: Mapping[str, Any] = {"int": int, "float": float, "Path": Path, "lower": str.lower}
+"""How the words of an option are read; others are read by its command."""
+
+
+def fill(parser: argparse.ArgumentParser, described: Mapping[str, Any]) -> None:
+    """Gives a parser the arguments and the commands of its description in `options.json`."""
+    groups: list[Any] = [parser.add_argument_group(*texts) for texts in described["groups"]]
+    for needed, group in described["one_of"]:
+        groups.append((parser if group is None else groups[group]).add_mutually_exclusive_group(required=needed))
+    for words in described["arguments"]:
+        words = {key: argparse.SUPPRESS if value == argparse.SUPPRESS else value for key, value in words.items()}
+        flags, group, reads = words.pop("flags"), words.pop("group", None), words.pop("type", None)
+        options = words if reads is None else {**words, "type": TYPES.get(reads, str)}
+        (parser if group is None else groups[group]).add_argument(*flags, **options)
+    if described["commands"]:
+        commands = parser.add_subparsers(**described["title"])
+        for name, inner in described["commands"].items():
+            fill(commands.add_parser(name, help=inner["about"], description=inner["about"]), inner)
+
+
+def light_parser() -> argparse.ArgumentParser:
+    """Returns the parser of all commands, made from their description."""
+    package = find_spec("torch_recompute")
+    assert package is not None
+    folder = Path(next(iter(package.submodule_search_locations or ())))
+    described = json.loads((folder / "commands" / "options.json").read_text("utf-8"))
+    parser, commands = new_parser(described["version"])
+    for name, inner in described["commands"].items():
+        fill(commands.add_parser(name, help=inner["about"], description=inner["about"]), inner)
+    return parser
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line, by default that of the process, and returns its exit code."""
     words = sys.argv[1:] if argv is None else argv
-    if not words or words[0] in ("-h", "--help"):
-        parser, commands = new_parser()
-        for name, about in COMMANDS.items():
-            commands.add_parser(name, help=about)
-        parser.parse_args(words)  # prints, and ends the process
-    elif words[0] not in COMMANDS and not words[0].startswith("-"):
-        near = "".join(f"; close to it: {name}" for name in difflib.get_close_matches(words[0], COMMANDS, n=1))
-        new_parser()[0].error(f"{words[0]!r} is no command{near}. Commands are {', '.join(COMMANDS)}.")
+    light_parser().parse_args(words)  # prints and ends the process if it is a question or wrong
     sys.argv = ["torch-recompute", *words]
     runpy.run_module("torch_recompute", run_name="__main__")  # which ends the process
     return 0

@@ -165,17 +165,20 @@ def _finite(value: Any) -> Any:
 # --- what long work is doing ---
 
 SILENT = 0.5  # seconds that work may take without a word
+LINES = 10.0  # seconds between the lines of a command whose stderr is no terminal
 
 
 @contextmanager
-def at_work(word: str, show: bool = True) -> Generator[None]:
+def at_work(word: str, show: bool = True, lines: bool = False) -> Generator[None]:
     """Says on stderr what is being done, in a line that appears after half a second and goes when the work ends.
 
-    Nothing is written into a file, a pipe or a log. Work inside other work is said in its line.
+    Into a file, a pipe or a log nothing is written, or a line every ten seconds. Work inside other work is said in its
+    line.
 
     Args:
         word: What is being done, as "planning Llama".
         show: Whether anything is to be said, also of work inside.
+        lines: Whether that holds for a file, a pipe or a log.
     """
     if _line.get() is not None:
         doing(word)
@@ -183,7 +186,8 @@ def at_work(word: str, show: bool = True) -> Generator[None]:
         return
     line = _Line(word)
     token = _line.set(line)
-    shown = threading.Thread(target=line.show, daemon=True) if show and _watched() else None
+    run = line.show if _watched() else line.log if lines else None
+    shown = threading.Thread(target=run, daemon=True) if show and run is not None else None
     if shown is not None:
         shown.start()
     try:
@@ -206,15 +210,14 @@ class _Line:
     """The line of the present work; it is written by a thread of its own, and the work only says words."""
 
     def __init__(self, word: str) -> None:
-        self.word, self.detail = word, ""
+        self.word, self.detail, self.began = word, "", time.monotonic()
         self.ended = threading.Event()
 
     def show(self) -> None:
         """Writes the line twice a second until the work ends."""
-        began, wide = time.monotonic(), 0
+        wide = 0
         while not self.ended.wait(SILENT):
-            seconds = f" ({time.monotonic() - began:.0f} s)"
-            text = ": ".join(filter(None, (self.word, self.detail)))
+            text, seconds = self._words()
             text = text[: shutil.get_terminal_size().columns - 1 - len(seconds)] + seconds
             sys.stderr.write("\r" + text.ljust(wide))
             sys.stderr.flush()
@@ -222,6 +225,16 @@ class _Line:
         if wide:
             sys.stderr.write("\r" + " " * wide + "\r")
             sys.stderr.flush()
+
+    def log(self) -> None:
+        """Writes a line every ten seconds until the work ends."""
+        while not self.ended.wait(LINES):
+            sys.stderr.write("".join(self._words()) + "\n")
+            sys.stderr.flush()
+
+    def _words(self) -> tuple[str, str]:
+        text = ": ".join(filter(None, (self.word, self.detail)))
+        return text, f" ({time.monotonic() - self.began:.0f} s)"
 
 
 _line: ContextVar[_Line | None] = ContextVar("line", default=None)

@@ -1,20 +1,24 @@
 """The command line: exit codes, what goes to stdout and what to stderr, and messages for what a user can mend."""
 
 import argparse
+import io
 import json
 import re
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import torch_recompute_cli
 from torch_recompute import Plan, __version__
-from torch_recompute.commands import cli, demo
+from torch_recompute.commands import cli, demo, doctor
 from torch_recompute.commands.demo import SETTINGS, DemoSetting, run
+from torch_recompute.commands.output import new_console
+from torch_recompute.doctor.checks import Finding
 from torch_recompute_cli import COMMANDS, SHELLS
 
 TINY = ["demo", "--steps", "2", "--layers", "1", "--d-model", "8", "--seq", "16", "--batch", "2"]
@@ -37,34 +41,121 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"torch-recompute {__version__}\n"
 
 
-def test_help_needs_no_torch(capsys: pytest.CaptureFixture[str]) -> None:
-    """The list of commands is printed without importing torch, and is the one that the commands have."""
-    code = (
-        "import sys, torch_recompute_cli as cli\ntry: cli.main(['--help'])\nfinally: assert 'torch' not in sys.modules"
-    )
-    light = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert (light.returncode, light.stderr) == (0, "")
-    with pytest.raises(SystemExit):
-        cli.main(["--help"])
-    assert light.stdout.split() == capsys.readouterr().out.split()
+OPTIONS = Path(cli.__file__).with_name("options.json")
+CALLS = {
+    "_StoreAction": "store",
+    "_StoreTrueAction": "store_true",
+    "_StoreFalseAction": "store_false",
+    "_AppendAction": "append",
+}
 
 
-def test_a_wrong_command_needs_no_torch() -> None:
-    """What is no command is refused with the nearest one, without importing torch."""
-    code = "import sys, torch_recompute_cli as cli\ntry: cli.main(['plam'])\nfinally: assert 'torch' not in sys.modules"
-    light = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert light.returncode == cli.USAGE
-    assert "'plam' is no command; close to it: plan" in light.stderr
+def described(parser: argparse.ArgumentParser, about: str = "") -> dict[str, Any]:
+    """The arguments and commands of a parser as data, which `torch_recompute_cli.fill` makes a parser of."""
+    commands = next((a for a in parser._actions if isinstance(a, argparse._SubParsersAction)), None)
+    groups = [group for group in parser._action_groups[2:] if commands not in group._group_actions]
+    groups += parser._mutually_exclusive_groups
+    arguments: list[dict[str, Any]] = []
+    for action in parser._actions:
+        if type(action).__name__ in CALLS:
+            given = {"nargs": action.nargs, "const": action.const, "metavar": action.metavar, "help": action.help}
+            given["type"] = None if action.type is None else action.type.__name__
+            given["choices"] = None if action.choices is None else [*action.choices]
+            given["required"] = (action.required and action.option_strings != []) or None
+            given["group"] = next((n for n, g in reversed([*enumerate(groups)]) if action in g._group_actions), None)
+            call = CALLS[type(action).__name__]
+            kept = {key: value for key, value in given.items() if value is not None}
+            if call.startswith("store_"):
+                kept = {key: kept[key] for key in ("help", "group") if key in kept}
+            arguments.append({"flags": [*action.option_strings] or [action.dest], "action": call, **kept})
+    exclusive = parser._mutually_exclusive_groups
+    found: dict[str, Any] = {"about": about}
+    found["groups"] = [[group.title, group.description] for group in groups if group not in exclusive]
+    found["one_of"] = [
+        [group.required, groups.index(group._container) if group._container in groups else None] for group in exclusive
+    ]
+    found |= {"arguments": arguments, "commands": {}}
+    if commands is not None:
+        abouts = {choice.dest: choice.help for choice in commands._choices_actions}
+        found["title"] = {"title": next(g.title for g in parser._action_groups if commands in g._group_actions)}
+        found["title"] |= {"metavar": commands.metavar, "required": commands.required}
+        found["commands"] = {name: described(inner, abouts[name]) for name, inner in commands.choices.items()}
+    return found
+
+
+def options() -> str:
+    """What `options.json` has to hold."""
+    return json.dumps({"version": __version__, **described(cli.build_parser())}, indent=1) + "\n"
+
+
+def helps(parser: argparse.ArgumentParser) -> dict[str, str]:
+    """The help of a parser and of all its commands, by name."""
+    inner = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    below = [helps(each) for action in inner for each in action.choices.values()]
+    return {parser.prog: parser.format_help(), **{key: text for found in below for key, text in found.items()}}
+
+
+def test_the_description_without_torch_is_that_of_the_commands() -> None:
+    """`options.json` is what the commands describe, and the parsers made of it print the same help, word for word."""
+    write = "PYTHONPATH=src:tests python tests/commands/test_cli.py"
+    assert OPTIONS.read_text("utf-8") == options(), f"an option changed; write: {write}"
+    assert helps(torch_recompute_cli.light_parser()) == helps(cli.build_parser())
+
+
+# A command line, its exit code, and what its answer begins with.
+ANSWERS = {
+    "--help": (0, "usage: torch-recompute [-h]"),
+    "--version": (0, f"torch-recompute {__version__}"),
+    "plan --help": (0, "usage: torch-recompute plan [-h]"),
+    "bench run --help": (0, "usage: torch-recompute bench run [-h]"),
+    "": (2, "torch-recompute: error: the following arguments are required: COMMAND\nusage: "),
+    "plam": (2, "torch-recompute: error: argument COMMAND: 'plam' is not known; close to it: plan. Known are demo, "),
+    "plan gpt2-xl": (2, "torch-recompute plan: error: one of the arguments --budget --frontier --recompute is req"),
+    "plan gpt2-xl --budgt 24GiB": (
+        2,
+        "torch-recompute plan: error: --budgt is no option of torch-recompute plan; close to it: --budget\nusage: ",
+    ),
+    "show gpt2-xl --frobnicate=1": (
+        2,
+        "torch-recompute show: error: --frobnicate is no option of torch-recompute show; torch-recompute show --help "
+        "lists them\nusage: torch-recompute show",
+    ),
+    "show gpt2-xl again": (2, "torch-recompute show: error: torch-recompute show does not expect again\nusage: "),
+    "plan gpt2-xl --budget 24GiB --device h1000": (
+        2,
+        "torch-recompute plan: error: argument --device: 'h1000' is not known; close to it: h100. Known are v100, ",
+    ),
+    "plan gpt2-xl --budget 24GiB --batch two": (2, "torch-recompute plan: error: argument --batch: invalid int value"),
+}
+
+
+def test_answers_need_no_torch() -> None:
+    """Help, the version and wrong command lines are answered without torch: the cause first, no list twice."""
+    code = f"""
+import contextlib, io, json, sys
+import torch_recompute_cli as cli
+found = []
+for line in {[*ANSWERS]!r}:
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+        try: cli.main(line.split())
+        except SystemExit as end: found.append((end.code, out.getvalue()))
+assert "torch" not in sys.modules
+print(json.dumps(found))"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    for (line, (status, begins)), (code, text) in zip(ANSWERS.items(), json.loads(run.stdout), strict=True):
+        assert (line, code) == (line, status)
+        assert text.startswith(begins)
+        assert text.count("h100-pcie") <= 1
 
 
 def test_the_entry_hands_a_command_over() -> None:
     """The script runs a command as `python -m torch_recompute` does, and imports nothing of the package for it."""
     source = Path(torch_recompute_cli.__file__).read_text(encoding="utf-8")
     assert not re.search(r"(from|import) torch_recompute\b", source)
-    code = "import torch_recompute_cli as cli; cli.main(['plan', 'gpt2-xl'])"
+    code = "import torch_recompute_cli as cli; cli.main(['plan', 'gpt2-xl', '--budget', 'some'])"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert run.returncode == cli.USAGE
-    assert "one of the arguments --budget --frontier --recompute is required" in run.stderr
+    assert "budget='some' is not a budget" in run.stderr
 
 
 @pytest.mark.parametrize("shell", SHELLS)
@@ -85,6 +176,34 @@ def test_completion_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "pip install torch-recompute[cli]" in capsys.readouterr().err
 
 
+class Terminal(io.StringIO):
+    """A terminal that keeps what is printed."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+LONG = "as many words as do not fit into the width of a terminal " * 3
+ROWS = f"{LONG}\n 12 x   1.50  {LONG}"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_lines_are_as_wide_as_the_terminal(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+    """On a terminal lines break between words, a row's within its last column; in a pipe they stay whole."""
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(sys, "stdout", Terminal() if terminal else io.StringIO())
+    new_console().print(ROWS, markup=False)
+    doctor._print(new_console(), LONG, doctor.Report("Model", (Finding(LONG, "", LONG, LONG, LONG),), (), ()))
+    lines = sys.stdout.getvalue().splitlines()
+    assert " ".join(" ".join(lines).split()).count(LONG.strip()) == 7
+    assert (max(map(len, lines)) <= 60) is terminal
+    if terminal:
+        (row,) = [number for number, line in enumerate(lines) if "12 x" in line]
+        assert [len(line) - len(line.lstrip()) for line in lines[row : row + 2]] == [1, 14]
+    else:
+        assert [len(line) > 60 for line in lines if LONG[:20] in line] == [True] * 7
+
+
 @pytest.mark.parametrize("argv", [[], ["frobnicate"], ["demo", "--steps", "many"], ["demo", "--frobnicate"]])
 def test_malformed_command_lines(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """A command line that cannot be parsed ends with 2 and the usage on stderr."""
@@ -93,7 +212,7 @@ def test_malformed_command_lines(argv: list[str], capsys: pytest.CaptureFixture[
     assert exit_.value.code == cli.USAGE
     output = capsys.readouterr()
     assert output.out == ""
-    assert output.err.startswith("usage: torch-recompute")
+    assert re.match(r"torch-recompute( demo)?: error: .*\nusage: torch-recompute", output.err)
 
 
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,3 +292,7 @@ def test_what_draws_and_prints_is_imported_late() -> None:
     text = "import sys, torch_recompute.commands.cli; print({'rich', 'matplotlib'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+if __name__ == "__main__":
+    OPTIONS.write_text(options(), "utf-8")

@@ -267,6 +267,8 @@ def test_other_answers(row: Command, capsys: pytest.CaptureFixture[str]) -> None
     assert row.otherwise is not None
     options, code = row.otherwise
     assert run(row.argv, *options.split()) == code
+    if row.name == "doctor":
+        assert run(row.argv, *options.split(), "--exit-zero") == cli.OK
 
 
 @pytest.mark.parametrize("row", [row for row in COMMANDS if row.plots is not None], ids=lambda row: row.argv[:40])
@@ -328,6 +330,22 @@ def test_long_work_says_what_it_does(
     with _text.at_work("short"):
         pass
     assert stderr.getvalue() == written
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_long_work_in_a_pipe_says_a_line_now_and_then(quiet: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command whose stderr is no terminal says what it does in whole lines, unless it is quiet."""
+    assert _text.LINES == 10
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setattr(_text, "LINES", 0.02)
+    with Output(quiet=quiet).at_work("planning"):
+        _text.doing("trying choices", 3, 7)
+        deadline = time.monotonic() + (0.1 if quiet else 5)
+        while sys.stderr.getvalue().count("\n") < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    lines = sys.stderr.getvalue().splitlines()
+    assert set(lines) == (set() if quiet else {"planning: trying choices, 3 of 7 (0 s)"})
+    assert quiet or len(lines) >= 2
 
 
 class Waiting(torch.nn.Linear):

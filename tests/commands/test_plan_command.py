@@ -152,7 +152,7 @@ def test_devices_by_name(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as ended:
             cli.main(["plan", "this_test:pair", "--recompute", "none", "--device", asked])
         assert ended.value.code == cli.USAGE
-        assert f"Close to it: {near}" in capsys.readouterr().err
+        assert f"close to it: {near}" in capsys.readouterr().err
     argv = "this_test:pair", "--recompute", "0", "--device"
     seconds = {
         name: document(capsys, *argv, name)["configurations"][0]["step_seconds"]

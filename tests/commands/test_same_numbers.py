@@ -55,7 +55,7 @@ def test_plan_simulation_report_and_doctor_agree(name: str, budget: float) -> No
     clock = Clock(TrainingStep(model, (batch,), {}, loss=loss, optimizer=torch.optim.AdamW, device="h100"))
     data = collect(plan, clock.frontier(plan, 3), clock).data
     chosen, without = (data["steps"][data[which]] for which in ("chosen", "plain"))
-    found = doctor.examine(model, batch, plan=plan, budget=1, device="h100", run=False, **how)
+    found = doctor.examine(model, batch, plan=plan, budget="1B", device="h100", run=False, **how)
     (over,) = (finding for finding in found.findings if finding.kind == "over_budget")
 
     assert promise.peak_bytes == planned.peak_bytes == chosen["peak_bytes"] == over.figures["peak_bytes"]

@@ -161,7 +161,7 @@ def test_a_profile_is_data(gpt: Planner) -> None:
         assert plan.prediction is not None
         assert gpt.plan(plan.prediction.budget_bytes).choices == plan.choices
     with pytest.raises(BudgetError) as caught:
-        solve(read, budget=1)
+        solve(read, budget="1B")
     assert isinstance(caught.value.solution, Plan)
 
 

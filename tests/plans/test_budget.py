@@ -25,6 +25,7 @@ WRITTEN = [
     ("fit", Budget()),
     (Budget(share=0.5), Budget(share=0.5)),
 ]
+NO_UNIT = {40: '"40%" or "40GiB"?', "40": '"40%" or "40GiB"?', "800": '"800MiB" or "800GiB"?', 1: '"1%" or "1GiB"?'}
 WRONG = ["", "much", "24G", "24 GiBs", "-3GiB", "0GiB", "1.5", "100%", -1, True, 1.0, 24e9, None, [1]]
 
 
@@ -37,7 +38,7 @@ def test_a_budget_is_read_as_it_is_written(written: object, meant: Budget) -> No
 def test_a_budget_may_be_an_integer_of_numpy() -> None:
     """What counts as an index counts as bytes."""
     numpy = pytest.importorskip("numpy", reason="an integer of another library")
-    assert read_budget(numpy.int64(7)) == Budget(bytes=7)
+    assert read_budget(numpy.int64(7000)) == Budget(bytes=7000)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +47,8 @@ def test_a_budget_may_be_an_integer_of_numpy() -> None:
         ("24GiB", "24GiB"),
         (" 800 MB ", "800 MB"),
         (2**20, "1,048,576 bytes (1.00 MiB)"),
-        ("100", "100 bytes"),
+        ("1023", "1,023 bytes"),
+        ("1024", "1,024 bytes (1.00 KiB)"),
         ("40%", "40%"),
         (0.4, "0.4"),
         ("fit", "fit"),
@@ -63,3 +65,11 @@ def test_what_is_no_budget_is_refused(written: object) -> None:
     """Anything else is an error that shows it."""
     with pytest.raises(ArgumentError, match="budget"):
         read_budget(written)
+
+
+@pytest.mark.parametrize("written", NO_UNIT)
+def test_a_number_that_can_be_no_bytes_is_asked_for_its_unit(written: object) -> None:
+    """A number below 1 KiB is no size of a step: which unit was meant is asked, with what to write."""
+    with pytest.raises(ArgumentError) as caught:
+        read_budget(written)
+    assert NO_UNIT[written] in str(caught.value)

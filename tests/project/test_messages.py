@@ -869,7 +869,7 @@ def small_stack() -> Any:
 
 def plans_for_too_little(**options: Any) -> None:
     model, args, loss = small_stack()
-    make_plan(model, **(options or {"args": args}), budget=100, loss=loss, device="h100")
+    make_plan(model, **(options or {"args": args}), budget="100B", loss=loss, device="h100")
 
 
 def mixture() -> torch.nn.Module:
@@ -1262,7 +1262,9 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     # the most that a budget holds
     lambda: make_plan(nn_linear(), torch.ones(2, 3), budget=0.5, longest=True, device="h100"),
     lambda: make_plan(nn_linear(), torch.ones(2, 3), budget="1MiB", longest="tokens", device="h100"),
-    lambda: make_plan(Block(8, False), torch.ones(2, 3, 8), budget=8, longest="batch", loss=torch.mean, device="h100"),
+    lambda: make_plan(
+        Block(8, False), torch.ones(2, 3, 8), budget="8B", longest="batch", loss=torch.mean, device="h100"
+    ),
     lambda: plan_command._search_of(
         types.SimpleNamespace(longest=True, model="vit-h"),  # type: ignore[arg-type]
         models.AskedStep(nn_linear(), kwargs={"pixel_values": vector()}, built_here=True),
@@ -1316,14 +1318,15 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: cut_up(torch.nn.Linear(2, 2), tp=3, sequence_parallel=True),
     lambda: divided(torch.nn.Linear(8, 8), torch.nn.Linear(4, 4), 2, "MODEL"),
     # planning
-    lambda: make_plan(Scale(), (vector(),), budget=1, sizes=[(vector(),)]),
-    lambda: make_plan(Scale(), budget=1, sizes=[5.12]),
+    lambda: make_plan(Scale(), (vector(),), budget=40),
+    lambda: make_plan(Scale(), (vector(),), budget="1B", sizes=[(vector(),)]),
+    lambda: make_plan(Scale(), budget="1B", sizes=[5.12]),
     lambda: make_plan(torch.nn.LayerNorm(4), (torch.ones(2, 4),), budget=0.5, loss=torch.mean, device="h100"),
     lambda: apply(torch.nn.Sequential(torch.nn.Linear(4, 4)), Plan((), modules=(("0", "Block with 4 tensors"),))),
     lambda: make_plan(torch.nn.Linear(4, 4), (vector(),), budget=0.5, device="h300"),
-    lambda: make_plan(Scale(), (torch.ones(2),), budget=1, sizes="learn"),
-    lambda: make_plan(Scale(), (torch.ones(2, 8),), budget=1, sizes=[4, (torch.ones(2),)]),
-    lambda: make_plan(Scale(), (torch.ones(2, 2),), budget=1, sizes=[4]),
+    lambda: make_plan(Scale(), (torch.ones(2),), budget="1B", sizes="learn"),
+    lambda: make_plan(Scale(), (torch.ones(2, 8),), budget="1B", sizes=[4, (torch.ones(2),)]),
+    lambda: make_plan(Scale(), (torch.ones(2, 2),), budget="1B", sizes=[4]),
     lambda: Profile("Net", "h100", COSTS, 20 * GIB).merge(Profile("Other", "h100", COSTS, 20 * GIB)),
     lambda: make_plan(torch.nn.Linear(3, 3), (vector(),), budget=0.5, offload="much"),
     lambda: make_plan(torch.nn.Linear(3, 3), (vector(),), loss=torch.sum, budget=0.5, offload=True),
@@ -1476,14 +1479,14 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: LayoutPlanner.plans(OverFull(), 100),
     lambda: too_little_on_a_command_line("--optimizer", "none", "--out", "plan.json"),
     lambda: too_little_on_a_command_line("--optimizer", "adam"),
-    lambda: too_little_on_a_command_line("--budget", "100"),
+    lambda: too_little_on_a_command_line("--budget", "100B"),
     # planning
     plans_for_too_little,
     lambda: plans_for_too_little(sizes=[(torch.ones(64, 8),)]),
     # pipelines
-    lambda: plans_stages(budget=100),
+    lambda: plans_stages(budget="100B"),
     # compiled graphs
-    lambda: Partition(8, exact=False)(sines(), (), num_fwd_outputs=1),
+    lambda: Partition("8B", exact=False)(sines(), (), num_fwd_outputs=1),
     lambda: Partition(0.5)(sines(), ()),
     lambda: Partition("fit"),
     lambda: Partition(0.5, layers=0),

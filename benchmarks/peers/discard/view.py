@@ -23,7 +23,7 @@ NOTHING = "–"
 
 def show(result: Result) -> None:
     """Print the tables."""
-    console = new_console(highlight=True, soft_wrap=False)
+    console = new_console(highlight=True)
     how = result.how
     for (dtype, n_layers), group in groupby(result.rows, key=lambda row: (row.dtype, row.n_layers)):
         console.print(f"\nDiscarding outputs: {layers(n_layers)}, {dtype}", style="bold", highlight=False)
@@ -82,7 +82,7 @@ def _milliseconds(seconds: float | None) -> str:
 
 def show_parity(comparisons: list[Comparison]) -> None:
     """Print one line per stack and form, and loudly what differs."""
-    console = new_console(highlight=True, soft_wrap=False)
+    console = new_console(highlight=True)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
     for heading in ("block", "layers", "dtype", "form", "tensors", "difference", "allowed", ""):
         right = heading in ("layers", "tensors", "difference", "allowed")

@@ -20,7 +20,7 @@ NOTHING = "–"
 
 def show(result: Result) -> None:
     """Print the tables."""
-    console = new_console(highlight=True, soft_wrap=False)
+    console = new_console(highlight=True)
     config = result.config
     console.print(
         f"\n{config.model}: {config.layers} layers, width {config.width}, {config.batch} x {config.tokens} tokens",

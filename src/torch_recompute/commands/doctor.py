@@ -28,11 +28,12 @@ def add_command(commands: Any) -> None:
     add_step_options(parser)
     parser.add_argument("--no-run", action="store_true", help="simulate only, also where the model has weights")
     add_loop_options(parser)
+    parser.add_argument("--exit-zero", action="store_true", help="exit with 0 also where something is found")
     add_options(parser, command)
 
 
 def command(args: argparse.Namespace) -> int:
-    """Runs `torch-recompute doctor`; 0 when nothing is found."""
+    """Runs `torch-recompute doctor`; 0 when nothing is found, or with `--exit-zero`."""
     output = Output.of(args)
     plan = None if args.plan is None else read_plan(args.plan)
     if args.budget is not None:
@@ -52,7 +53,7 @@ def command(args: argparse.Namespace) -> int:
             **step.loop.words,
         )
     output.give(report.to_json, lambda console: _print(console, step, report))
-    return FAILED if report.findings else OK
+    return FAILED if report.findings and not args.exit_zero else OK
 
 
 def _print(console: Console, step: AskedStep, report: Report) -> None:
@@ -61,14 +62,14 @@ def _print(console: Console, step: AskedStep, report: Report) -> None:
 
     console.print(str(step), style="bold", markup=False)
     for finding in report.findings:
-        console.print(Text.assemble("\n", (finding.kind, "bold red"), "  ", (finding.where, "cyan")), soft_wrap=False)
+        console.print(Text.assemble("\n", (finding.kind, "bold red"), "  ", (finding.where, "cyan")))
         for word, text, style in (
             ("", finding.seen, ""),
             ("confirmed  ", finding.confirmed, "dim"),
             ("write  ", finding.write, "green"),
         ):
             lines = Padding(Text.assemble((word, "bold"), (text, style)), (0, 0, 0, 4), expand=False)
-            console.print(lines, soft_wrap=False)
+            console.print(lines)
     console.print(f"\n{report.summary()}", style="bold")
     for reason in report.reasons():
-        console.print(reason, style="dim", markup=False, soft_wrap=False)
+        console.print(reason, style="dim", markup=False)

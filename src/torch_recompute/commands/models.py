@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from .. import _torch, errors
-from ..devices import DEVICES, unknown_device
+from ..devices import DEVICES
 from ..memory.batch import ExampleCall, call_of
 from ..memory.budget import Limit
 from ..memory.loop import Loop
@@ -112,17 +112,11 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--optimizer", metavar="NAME", help=f"{', '.join(OPTIMIZERS)} ({USUAL})")
     parser.add_argument(
         "--device",
-        type=_device,
+        type=str.lower,
+        choices=(*DEVICES, "cpu"),
         metavar="NAME",
         help=f"what the seconds are of: {', '.join(DEVICES)}, cpu (h100; for a model with weights, its own)",
     )
-
-
-def _device(word: str) -> str:
-    """Reads `--device`."""
-    if word.lower() not in {*DEVICES, "cpu"}:
-        raise argparse.ArgumentTypeError(unknown_device("--device", word))
-    return word.lower()
 
 
 def add_loop_options(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
+import textwrap
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -108,8 +110,8 @@ class Output:
 
     @contextmanager
     def at_work(self, word: str) -> Generator[None]:
-        """Shows on a terminal what is being done, in a line that goes when it ends."""
-        with at_work(word, show=not self.quiet):
+        """Shows on a terminal what is being done, in a line that goes when it ends; in a pipe, every ten seconds."""
+        with at_work(word, show=not self.quiet, lines=True):
             yield
 
     @contextmanager
@@ -146,12 +148,29 @@ class Output:
             table(new_console())
 
 
-def new_console(*, highlight: bool = False, soft_wrap: bool = True) -> Console:
-    """Returns the console that results are printed on; the options are those of rich."""
+def new_console(*, highlight: bool = False) -> Console:
+    """Returns the console that results are printed on: as wide as a terminal, of any width elsewhere, as in a pipe."""
     from rich.console import Console
 
     plain: dict[str, Any] = {"force_terminal": False, "color_system": None} if _no_color() else {}
-    return Console(highlight=highlight, soft_wrap=soft_wrap, **plain)
+    if not sys.stdout.isatty():
+        return Console(highlight=highlight, soft_wrap=True, width=10**5, **plain)
+
+    class Folding(Console):
+        def print(self, *objects: Any, **options: Any) -> None:
+            super().print(*(_folded(one, self.width) if isinstance(one, str) else one for one in objects), **options)
+
+    return Folding(highlight=highlight, **plain)
+
+
+def _folded(text: str, width: int) -> str:
+    """Breaks lines that are too long between words; what is left of a row of a table stays in its last column."""
+    found: list[str] = []
+    for line in text.splitlines():
+        column = max((gap.end() for gap in re.finditer(r"^ +| {2,}", line)), default=0)
+        below = " " * (column if column + 20 <= width else 2)
+        found += textwrap.wrap(line, width, subsequent_indent=below, break_long_words=False) or [""]
+    return "\n".join(found)
 
 
 def new_table(*titles: str) -> Table:

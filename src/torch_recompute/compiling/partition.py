@@ -192,7 +192,7 @@ class Partition(CustomPartitionerFn):
             raise errors.BudgetError(
                 f"a graph of {count} operations{beside} needs at least {errors.size(least)}, but "
                 f"budget={allowed.said} allows less. Without a budget it takes {errors.size(plain)}.\n"
-                f"  Pass budget={least} or more, or a smaller batch. Parameters and optimizer are not counted.",
+                f'  Pass budget="{least}B" or more, or a smaller batch. Parameters and optimizer are not counted.',
                 least,
                 None,
             )

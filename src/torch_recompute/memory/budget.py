@@ -82,6 +82,7 @@ def read_budget(budget: object) -> Budget:
         return _share(0.0, budget)
     if isinstance(budget, bool) or count <= 0:
         raise errors.ArgumentError(bad_budget(budget))
+    _check_is_bytes(count, budget)
     return Budget(bytes=count, said=Limit(count).said)
 
 
@@ -106,7 +107,19 @@ def _of_text(text: str) -> Budget:
     count = math.floor(float(number) * _UNITS[unit]) if "." in number else int(number) * _UNITS.get(unit, 1)
     if count <= 0:
         raise errors.ArgumentError(bad_budget(text))
+    if not unit:
+        _check_is_bytes(count, text)
     return Budget(bytes=count, said=text.strip() if unit else Limit(count).said)
+
+
+def _check_is_bytes(count: int, budget: object) -> None:
+    """Refuses a number without a unit that no step could take as bytes, and asks which unit is missing."""
+    if count < 1000:
+        meant = [f'"{count}%"'] * (count < 100) + [f'"{count}MiB"'] * (count >= 100) + [f'"{count}GiB"']
+        raise errors.ArgumentError(
+            f"budget={budget!r} is {count} bytes, which is less than any step takes; {' or '.join(meant)}?\n"
+            "  Write the unit."
+        )
 
 
 def _share(share: float, budget: object) -> Budget:
@@ -150,7 +163,7 @@ def as_budget(count: int) -> str:
     for unit, name in errors.UNITS:
         if count >= 10 * unit or (count >= unit and name == "KiB"):
             return f"{count * 100 // unit / 100:.2f}{name}"
-    return str(count)
+    return f"{count}B"
 
 
 def bad_budget(budget: object) -> str:
