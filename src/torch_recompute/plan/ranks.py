@@ -12,6 +12,7 @@ can be shared so is said where the model is cut.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -137,6 +138,11 @@ class Ranks:
         """
         spans = {"context": self.cp, "experts": self.ep, "shard": self.shards, "replica": self.shards * self.replicas}
         return f"{word}-{self.tp * spans[word]}-{size}"
+
+    @property
+    def divides_tokens(self) -> int:
+        """What the number of tokens in a sequence is a multiple of."""
+        return math.lcm(self.tp if self.sequence_parallel else 1, 2 * self.cp if self.cp > 1 else 1)
 
     @property
     def batches(self) -> int:

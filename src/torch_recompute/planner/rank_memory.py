@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import mul
 
+from ..simulation.recording import SHARDING
 from .schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, ScheduleStep
 
 _WORDS = {
@@ -82,8 +83,39 @@ class RankMemory:
 
     def _static(self, stages: Mapping[int, StageBytes]) -> int:
         each = [stages[stage] for stage in self.stages]
-        buffers = self._microbatches * sum(s.batch_bytes + s.input_bytes + s.output_bytes for s in each)
-        return sum(stage.static_bytes for stage in each) + buffers + self._optimizer[0] + self._reserved
+        return sum(stage.static_bytes for stage in each) + self._sent(each) + self._optimizer[0] + self._reserved
+
+    def _sent(self, stages: Sequence[StageBytes]) -> int:
+        """The bytes of the batch, and of the buffers that are there throughout the step."""
+        return self._microbatches * sum(s.batch_bytes + s.input_bytes + s.output_bytes for s in stages)
+
+    def made_of(
+        self, stages: Mapping[int, StageBytes], uses: Mapping[int, Mapping[str, Mapping[str, int]]]
+    ) -> dict[str, int]:
+        """Returns the bytes of the peak by what they are for; they sum to it.
+
+        Args:
+            stages: The bytes of each.
+            uses: Of each, see `StageRun.uses`.
+        """
+        peak, each = self.peak(stages), [stages[stage] for stage in self.stages]
+        found = {
+            "weights": sum(stage.static_bytes for stage in each),
+            "gradients": sum(stage.gradient_bytes for stage in each),
+            "states": self._optimizer[0],
+            "batch and output": self._sent(each),
+        }
+        if peak.step is None:
+            return {**found, "transient": peak.bytes - sum(found.values())}
+        action, counts = peak.step.action, self._counts[id(peak.step)]
+        found["gradients"] = sum(stages[stage].gradient_bytes * count[0] for stage, count in counts)
+        found["batch and output"] += sum(
+            stages[stage].input_bytes * count[4] + stages[stage].output_bytes * count[5] for stage, count in counts
+        )
+        use = dict(uses[action.stage].get(action.kind, {}))
+        found["loss"], found["buffers of ranks"] = use.get("loss", 0), use.get(SHARDING, 0)
+        found["transient"] = use.get("transient", 0) + self._reserved
+        return {**found, "kept by layers": peak.bytes - sum(found.values())}
 
     def at(self, stages: Mapping[int, StageBytes], step: ScheduleStep) -> int:
         """The most bytes that are alive during one of its actions."""

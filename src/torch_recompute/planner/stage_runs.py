@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch import nn
 from .. import _torch
 from .._torch.fakes import FakeTensorMode
 from .._torch.ranks import backward_for_inputs, backward_for_weights, let_go
-from ..memory.ledger import OTHER, storages
+from ..memory.ledger import ACTIVATIONS, OTHER, storages
 from ..memory.operations import ModuleStack, Operation, Storages
 from ..plan.apply import apply
 from ..plan.plan import Plan
@@ -37,10 +37,9 @@ from ..simulation.experts import share_experts
 from ..simulation.fake_mode import FakeMode
 from ..simulation.fully_sharded import dtype_of
 from ..simulation.recording import Recording
-from ..simulation.step import step_as_there
-from ..training_step import loss_of
-from .ops import Op, op_of
-from .planner import Planner
+from ..simulation.step import held_by_libraries, step_as_there, where_it_runs
+from ..training_step import TrainingStep, loss_of
+from .ops import Op, logging, op_of
 from .rank_memory import StageBytes
 from .schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS
 
@@ -54,6 +53,10 @@ class StageRun:
     """The second microbatch's, without what was alive before it, up to the gradients of the stage's inputs."""
     ran: Counter[Op]  # of one microbatch
     parameters: tuple[str, ...]  # those that it reads
+    replayed: Counter[Op] = field(default_factory=Counter[Op])  # of these, what ran again
+    uses: Mapping[str, Mapping[str, int]] = field(default_factory=dict[str, dict[str, int]])
+    """Of what the second microbatch takes where an action of each kind takes the most, the bytes that it does not keep,
+    by what they are for."""
 
 
 @dataclass
@@ -64,8 +67,11 @@ class _Layer:
     places: list[int] = field(default_factory=list[int])
     inputs: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     output: Any = None
+    ran: list[Op] = field(default_factory=list[Op])  # in its forward
+    running: bool = False
 
     def enter(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        self.running = True
         leaves = _torch.tree_leaves((args, kwargs))
         floats = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.is_floating_point()]
         self.places = [i for i in floats if leaves[i].requires_grad] or floats[:1]
@@ -74,7 +80,13 @@ class _Layer:
     def leave(self, _: nn.Module, args: Any, result: Any) -> None:
         leaves, spec = _torch.tree_flatten(result)
         leaves = [x.detach() if isinstance(x, torch.Tensor) else x for x in leaves]
-        self.output = _torch.tree_unflatten(leaves, spec)
+        self.output, self.running = _torch.tree_unflatten(leaves, spec), False
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What layers that are alike have in common: the operations of a forward, and which tensors are trained."""
+        weights = (weight.requires_grad for weight in self.module.parameters())
+        return tuple(self.ran), tuple(weights), self.module.training
 
     @contextlib.contextmanager
     def replaced(self, forward: Callable[..., Any]) -> Generator[None]:
@@ -95,29 +107,39 @@ class StageRunner:
     """A model that can be run stage by stage.
 
     Args:
-        planner: What is known of the model and of a call with one microbatch.
+        step: A step with one microbatch.
+        paths: The layers, in their order.
         stages: The layers of each stage: the first, and the first of the next.
         release: Whether the runtime releases what it has sent and what it receives as soon as autograd does.
     """
 
-    def __init__(self, planner: Planner, stages: Sequence[tuple[int, int]], release: bool) -> None:
+    def __init__(
+        self, step: TrainingStep, paths: Sequence[str], stages: Sequence[tuple[int, int]], release: bool
+    ) -> None:
         fakes = FakeTensorMode()
-        self.device, self._rounding = planner.plain.device, planner.plain.rounding
+        self.device, self._rounding = where_it_runs(step)
         faker = Faker(fakes, self.device)
-        self.model: nn.Module = faker.copy(planner.step.model)
-        self.call, self._ranks = faker.arguments(*planner.step.call), planner.step.ranks
-        self.loss, self.stages, self.release = planner.step.loss or loss_of, stages, release
+        self.model: nn.Module = faker.copy(step.model)
+        self.call, self._ranks = faker.arguments(*step.call), step.ranks
+        self.loss, self.stages, self.release = step.loss or loss_of, stages, release
         self.modules = ModuleStack({id(module): path for path, module in self.model.named_modules()})
-        self.pretend = FakeMode(fakes, lambda: self.modules.now()[1], planner.step.where.target)
+        self.pretend = FakeMode(fakes, lambda: self.modules.now()[1], step.where.target)
         with self.pretend:
             share_context(self.model, self._ranks)
             share_experts(self.model, self._ranks)
-        self.layers = [_Layer(self.model.get_submodule(path)) for path in planner.paths]
+        self.held = held_by_libraries(self.pretend, self.device)
+        self.layers = [_Layer(self.model.get_submodule(path)) for path in paths]
         with self._running(), contextlib.ExitStack() as stack:  # the first run
+            stack.enter_context(logging(self._first_ran))
             for layer in self.layers:
                 stack.callback(layer.module.register_forward_pre_hook(layer.enter, with_kwargs=True).remove)
                 stack.callback(layer.module.register_forward_hook(layer.leave).remove)
             self.model(*self.call[0], **self.call[1])
+
+    def _first_ran(self, op: Op, _: Operation) -> None:
+        for layer in self.layers:
+            if layer.running:
+                layer.ran.append(op)
 
     def recording(self, watch: Any) -> _StageRecording:
         """Returns an empty recording."""
@@ -228,6 +250,9 @@ class _Microbatches:
         self._is_first, self._is_last = stage == 0, stage == len(runner.stages) - 1
         self._read: set[int] = set()
         self._ran: Counter[Op] = Counter()
+        self._replayed: Counter[Op] = Counter()
+        self._uses: dict[str, dict[str, int]] = {}
+        self._began = 0  # the event before the microbatch
         self._recording = runner.recording(self._seen)
         self._given: list[torch.Tensor] = []
         self._out: Any = None
@@ -235,9 +260,12 @@ class _Microbatches:
         self._own: dict[tuple[str, bool], int] = {}
         self._end = 0
 
-    def _seen(self, _: str, ran: Operation) -> None:
+    def _seen(self, phase: str, ran: Operation) -> None:
         self._read.update(id(storage) for _, storage in ran.given)
-        self._ran.update(filter(None, [op_of(ran)]))
+        op = op_of(ran)
+        if op is not None:
+            self._ran[op] += 1
+            self._replayed[op] += phase == "replay"
 
     @property
     def _live(self) -> int:
@@ -254,6 +282,7 @@ class _Microbatches:
             self._microbatch(again=False)
             before, start = self._live, len(self._timeline)
             self._ran.clear()
+            self._replayed.clear()
             whole, half, through = self._microbatch(again=True)
         timeline = tuple(
             Moment(s.event, s.op, s.live_bytes - before, at[s.event].phase, at[s.event].module)
@@ -276,7 +305,8 @@ class _Microbatches:
             through_bytes=through,
             own=self._own,
         )
-        return StageRun(figures, timeline, self._ran, tuple(n for n, _ in of.model.named_parameters() if n in mine))
+        names = tuple(name for name, _ in of.model.named_parameters() if name in mine)
+        return StageRun(figures, timeline, self._ran, names, +self._replayed, self._uses)
 
     def _owns(self, tensor: torch.Tensor) -> bool:
         return id(tensor) in self._own_tensors or any(id(storage) in self._read for _, storage in storages(tensor))
@@ -298,11 +328,12 @@ class _Microbatches:
         Between the halves what has been sent is not counted, nor what is kept to the end.
         """
         of = self._of
-        level, start = self._live, len(self._timeline)
+        level, start, self._began = self._live, len(self._timeline), self._recording.events
         self._given = [] if self._is_first else [_like(x) for x in of.layers[self._start].inputs]
         if of.release:
             self._recording.track(*self._given)
         self._forward()
+        self._recording.forward_is_over()
         self._note(FORWARD, again, start, level)
         outputs: list[Any] = (
             self._kept[-1][-1:] if self._is_last else [x for x in _tensors(self._out) if x.requires_grad]
@@ -368,6 +399,16 @@ class _Microbatches:
         """Notes the most that was alive since some sample above a level."""
         live = [sample.live_bytes for sample in self._timeline[start:]]
         self._own[kind, again] = max([*live, self._live]) - level
+        if again and live:
+            self._uses[kind] = self._used(self._timeline[start + live.index(max(live))].event)
+
+    def _used(self, event: int) -> dict[str, int]:
+        """Bytes that the microbatch takes besides what it keeps, after an event, by what they are for."""
+        alive = self._recording.here.alive_after(event)
+        new = [(one, nbytes) for one, nbytes in alive if one.rank == ACTIVATIONS and one.place.event > self._began]
+        found = self._recording.by_use(new)
+        del found["saved"]
+        return found
 
     def _forward(self) -> None:
         """The forward of the stage, on the last one with the loss; leaves its output in `_out`."""
