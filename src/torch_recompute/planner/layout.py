@@ -95,7 +95,7 @@ class Layout:
         if vpp > 1:
             orders = orders_named("Interleaved1F1B", pp, self.microbatches, vpp)
         bounds = itertools.pairwise(itertools.accumulate(sizes, initial=0))
-        return Pipeline("1F1B", orders, self.microbatches, tuple(bounds))
+        return Pipeline("1F1B" if vpp == 1 else "Interleaved1F1B", orders, self.microbatches, tuple(bounds))
 
     def as_data(self) -> dict[str, Any]:
         """The layout as plain data."""

@@ -39,7 +39,7 @@ from .cost import Costs, Graph, Kind, Option, Point, Segment, Solution, begins, 
 from .ops import Op
 from .planner import Planner, calibrate
 from .rank_memory import RankMemory, RankPeak, StageBytes
-from .schedules import FORWARD, INPUTS, WEIGHTS, Pipeline, Schedule, ScheduleStep, in_flight, schedule_steps
+from .schedules import FORWARD, INPUTS, REDUCE, WEIGHTS, Pipeline, Schedule, ScheduleStep, in_flight, schedule_steps
 from .sent import Price
 from .solve import choices_of, choose, planned, smallest
 from .stage_runs import StageRun, StageRunner
@@ -217,11 +217,12 @@ class PipelineRank:
         self.memory = RankMemory(
             schedule_steps(actions),
             of.pipeline.microbatches,
-            to_the_end=of.pipeline.name.upper() != "1F1B",  # which waits for each send before the next
+            to_the_end=not of.megatron and of.pipeline.name.upper() != "1F1B",  # which waits for each send
             here=frozenset(stage for stage in self.stages if stage + 1 in self.stages),
             optimizer=taken,
             preallocated=of.megatron,
-            reserved=of.runner.held if of.megatron else 0,
+            reserved=of.runner.held if of.megatron or of.step.ranks.fully_sharded else 0,
+            sharded=of.step.ranks.fully_sharded,
         )
 
     def peak(self, runs: Mapping[int, StageRun]) -> RankPeak:
@@ -322,12 +323,14 @@ class RankPlanner(PipelineRank):
         stages: dict[int, StageBytes] = {}
         for stage, found in tried.bytes.items():
             forward, backward, saved = _most(single[stage], chosen[stage])
-            new = {kind: found.own[kind, True] if kind == WEIGHTS else backward - LIFT for kind, _ in found.own}
+            as_seen = (WEIGHTS, REDUCE)
+            new = {kind: found.own[kind, True] if kind in as_seen else backward - LIFT for kind, _ in found.own}
             new[FORWARD] = forward - LIFT
             stages[stage] = replace(
                 found,
                 whole_bytes=found.whole_bytes + saved - sum(_saved(tried.chosen[stage])),
                 own={(kind, g): nbytes - found.own[kind, True] + new[kind] for (kind, g), nbytes in found.own.items()},
+                after={key: nbytes - found.own[key[0], True] + new[key[0]] for key, nbytes in found.after.items()},
             )
         return self.memory.peak(stages).bytes
 
