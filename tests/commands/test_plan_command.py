@@ -342,6 +342,26 @@ def test_a_function_of_the_user(capsys: pytest.CaptureFixture[str]) -> None:
     assert by_place["dtypes"] == ["float32"]
 
 
+@pytest.mark.parametrize(
+    "asked", [["--recompute", "none,full"], ["--frontier"], ["--largest-batch", "--budget", "1GiB"]], ids=lambda a: a[0]
+)
+def test_what_is_asked_of_ranks(asked: list[str], llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Stated configurations, the curve and the most that fits are those of the rank that needs the most."""
+    argv = [llama, "--pp", "3", "--dp", "2", "--sequence", "64", "--device", "cpu", *asked]
+    found = document(capsys, *argv)
+    rows = found.get("configurations") or found.get("frontier") or found["points"]
+    seconds = [row["step_seconds"] for row in rows]
+    assert seconds == sorted(seconds, reverse="frontier" in found)
+    for row in rows if "points" not in found else [found]:
+        most = max(rank["peak_bytes"] for rank in row["ranks"])
+        assert all(sum(rank["made_of"].values()) == rank["peak_bytes"] for rank in row["ranks"])
+        assert row.get("peak_bytes", most) == most <= row.get("budget_bytes", 2**30)
+    assert cli.main(["plan", *argv]) == cli.OK
+    output = capsys.readouterr().out
+    assert "pipeline 3" in output
+    assert any(word in output for word in ("none: rank 0 needs the most", "budget MiB", "at most"))
+
+
 def test_the_training_loop(capsys: pytest.CaptureFixture[str]) -> None:
     """The words of `make_plan` for the loop are options, and stand in the plan; a schedule leaves no room for them."""
     argv = ["--budget", "40%", "--device", "h100", "--no-hold-output", "--accumulate", "4", "--no-set-to-none"]
@@ -424,8 +444,8 @@ def test_a_budget_below_the_weights(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         (["this_test:pair", "--recompute", "full", "--largest-batch"], "--largest-batch goes with --budget"),
         (["this_test:pair", "--longest", "--budget", "0.5"], "is a share of the activation memory"),
         (["vit-h", "--longest", "--budget", "1GiB"], "--longest is a number of tokens, and vit-h takes pixel_values"),
-        (["gpt2-xl", "--longest", "--budget", "1GiB", "--pp", "2"], "--longest does not go with --pp"),
-        (["gpt2-xl", "--recompute", "full", "--pp", "2"], "--recompute does not go with --pp"),
+        (["gpt2-xl", "--frontier", "--plot", "a.png", "--pp", "2"], "--plot does not go with --pp"),
+        (["gpt2-xl", "--longest", "--budget", "0.5", "--pp", "2"], "is a share of the activation memory"),
         (["gpt2-xl", "--budget", "0.5", "--tp", "0"], "--tp is 0; expected a whole number"),
         (["gpt2-xl", "--budget", "0.5", "--vpp", "2"], "--vpp goes with --pp"),
         (["gpt2-xl", "--budget", "0.5", "--sequence-parallel"], "--sequence-parallel goes with --tp"),

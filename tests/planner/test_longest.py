@@ -69,7 +69,7 @@ def test_no_more_than_the_model_takes() -> None:
 def test_what_is_found_before_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search has at any time the most that is known to fit, with its simulated peak."""
     search = Longest(TrainingStep.of("", model(), sequence(), None, **STEP), "16MiB")
-    simulated, seen = search._simulated, []
+    simulated, seen = search._peak, []
 
     def interrupted(*args: Any) -> Any:
         if len(seen) == 4:
@@ -77,7 +77,7 @@ def test_what_is_found_before_an_interruption(monkeypatch: pytest.MonkeyPatch) -
         seen.append(args[-1])
         return simulated(*args)
 
-    monkeypatch.setattr(search, "_simulated", interrupted)
+    monkeypatch.setattr(search, "_peak", interrupted)
     with pytest.raises(KeyboardInterrupt):
         search.plan()
     assert search.best == max(length for length in seen if length <= search.best) > 0

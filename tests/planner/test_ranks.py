@@ -13,10 +13,12 @@ from support.zoo import mean_loss
 from torch_recompute import Plan, apply, measure, simulate
 from torch_recompute.devices import DEVICES
 from torch_recompute.errors import ArgumentError, BudgetError
+from torch_recompute.plan.config import plan_of
 from torch_recompute.plan.ranks import Ranks
 from torch_recompute.planner.bound import bound
 from torch_recompute.planner.cost import Costs, Graph, Kind, Node, Option, Segment
-from torch_recompute.planner.layout import Layout, LayoutPlanner, RankPlan, Sharded, step_seconds
+from torch_recompute.planner.layout import Layout, LayoutPlanner, LayoutRanks, RankPlan, Sharded, step_seconds
+from torch_recompute.planner.longest import LongestOnRanks
 from torch_recompute.planner.ops import Meta, Op
 from torch_recompute.planner.pipeline import graph_held
 from torch_recompute.planner.schedules import FORWARD, Action
@@ -130,6 +132,57 @@ def test_plans_fit(planner: LayoutPlanner) -> None:
         layers = {f"model.layers.{layer}" for chunk in rank.layers for layer in chunk}
         assert all(any(f"{path}.".startswith(f"{layer}.") for layer in layers) for c in rank.plan for path in c.paths)
         assert Plan.from_json(rank.plan.to_json()) == rank.plan
+
+
+LAYOUTS: dict[str, tuple[Ranks, int]] = {
+    "alone": (Ranks(dp=2), 4),
+    "tensor parallel": (Ranks(tp=2, sequence_parallel=True), 2),
+    "pipeline": (Ranks(pp=2), 4),
+    "chunks": (Ranks(pp=2, vpp=2), 4),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_a_peak_is_made_of(name: str) -> None:
+    """A plan that is stated has the peak of the one that was planned, and its parts sum to it; replays take seconds."""
+    ranks, batch = LAYOUTS[name]
+    how: Any = (built(), "MODEL", Layout(ranks, batch=batch), TOKENS, "adamw", "h100")
+    stated, planner = LayoutRanks(*how), LayoutPlanner(*how)
+    plain = stated.under(Plan())
+    assert [one.peak_bytes for one in plain] == [one.plain_peak_bytes for one in plain]
+    assert step_seconds(how[2], plain) == step_seconds(how[2], plain, plain=True) > 0
+    full = stated.under(plan_of("full", stated.step.model))
+    for one in (*plain, *full):
+        assert sum(one.made_of.values()) == one.peak_bytes
+        assert min(one.made_of.values()) >= 0
+        assert one.made_of["weights"] - one.weight_bytes in (0, 16)  # the frequencies of rotary positions
+        assert one.made_of["states"] == one.optimizer_bytes
+    assert step_seconds(how[2], full) > step_seconds(how[2], full, plain=True)
+    assert all(
+        a.made_of.get("kept by layers", 0) < b.made_of["kept by layers"] for a, b in zip(full, plain, strict=True)
+    )
+    planned = planner.plans("30%")
+    whole = Plan(tuple(choice for one in planned for choice in one.plan))
+    again = stated.under(whole)
+    assert [one.peak_bytes for one in again] == [one.peak_bytes for one in planned]
+    assert [one.made_of for one in again] == [one.made_of for one in planned]
+
+
+def test_the_most_that_the_budget_of_each_rank_holds() -> None:
+    """The most that is found has plans within the budget, and with a little more no plan is within it."""
+
+    def make(kind: Any, mbs: int) -> Any:
+        small = built(num_hidden_layers=2)
+        return kind(small, "MODEL", Layout(Ranks(pp=2), mbs=mbs), TOKENS, "none", "cpu")
+
+    budget = make(LayoutPlanner, 9).least_bytes
+    search = LongestOnRanks(make, budget, True, None)
+    points = search.plans(2)
+    assert [length for length, _ in points] == [1, 3, 5, 7, 9]
+    assert search.best == 9
+    assert all(plan.peak_bytes <= budget for _, plans in points for plan in plans)
+    with pytest.raises(BudgetError, match=r"too small for a batch of one, whose peak is .* weights"):
+        LongestOnRanks(make, make(LayoutRanks, 1).under(Plan())[0].weight_bytes, True, None).plans(1)
 
 
 @pytest.mark.parametrize("budget", [20, 40, 60, 90, 120])

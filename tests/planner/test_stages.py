@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from itertools import accumulate, product
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -155,12 +156,16 @@ def test_an_optimizer_of_a_stage_takes_what_one_of_a_model_takes() -> None:
     whole = Planner(TrainingStep(model, (batch,), loss=mean_loss, optimizer=torch.optim.AdamW, device="h100"))
     moments = [moment.live_bytes for moment in whole.plain.timeline if moment.phase == "optimizer"]
     names = [name for name, _ in model.named_parameters()]
-    (_, more), _ = StageRunner(whole, [(0, len(whole.paths))], release=False).optimizer(torch.optim.AdamW, names)
+    (_, more), _ = StageRunner(whole.step, whole.paths, [(0, len(whole.paths))], release=False).optimizer(
+        torch.optim.AdamW, names
+    )
     assert more == max(moments) - moments[0] >= 4 * sum(p.numel() for p in model.parameters())
 
 
 class Imagined(PipelinePlanner):
     """Layers of one kind, whose stages take what their options say, without a model."""
+
+    runner: Any = SimpleNamespace(held=0)
 
     def _described(self, stage: int) -> tuple[object, ...]:
         return (len(self.segments(stage)),)
@@ -184,9 +189,8 @@ def test_every_layout_has_a_plan_or_a_sentence(layers: int) -> None:
     options = tuple(Option((), saved, saved + 5, 130, seconds) for saved, seconds in ((100, 0.0), (30, 0.5), (10, 1.0)))
     costs = Costs({"a": Kind(options)}, tuple(Segment(f"layers.{i}", "a", 0, 0) for i in range(layers)))
     profile = SimpleNamespace(costs=costs)
-    plain = SimpleNamespace(live_by_category={"activations": 0})
     for pp, vpp in product(range(2, 6), range(1, 5)):
-        known = SimpleNamespace(profile=profile, known=Known(), plain=plain, price=lambda op: 0.0)
+        known = SimpleNamespace(profile=profile, known=Known(), step=SimpleNamespace(ranks=Ranks()), paths=[], price=lambda op: 0.0)
         pipeline = Layout(Ranks(pp=pp, vpp=vpp)).pipeline(layers)
         for rank in Imagined(known, pipeline, None, megatron=True).ranks:  # type: ignore[arg-type]
             seconds: list[float] = []

@@ -1289,7 +1289,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: without("numpy", lambda: choose(COSTS, 20 * GIB)),
     lambda: choose(Costs({"a": COSTS.kinds["layer"]}, (Segment("net", "b", 0, 0),)), 1),
     # steps over ranks
-    lambda: plans("gpt2-xl", "--frontier", "--pp", "2"),
+    lambda: plans("gpt2-xl", "--frontier", "--plot", "a.png", "--pp", "2"),
     lambda: Ranks(zero=4),
     lambda: Ranks(fsdp=8, zero=1),
     lambda: Ranks(cp=2, cp_kind="ring"),

@@ -16,10 +16,11 @@ import argparse
 import json
 import math
 import signal
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .. import errors
 from .._text import explained, table
@@ -29,8 +30,18 @@ from ..plan.plan import Plan, SizeClass, shape_in_words
 from ..plan.ranks import KINDS_OF_CP, Ranks
 from ..planner.alternatives import Alternative, alternatives, held_by, in_words
 from ..planner.configurations import PEAK_WORDS, configurations, peaks_of
-from ..planner.layout import Layout, LayoutPlanner, RankPlan, no_pipeline, plan_of_shard, step_seconds
-from ..planner.longest import Longest
+from ..planner.layout import (
+    ConfiguredLayout,
+    Layout,
+    LayoutPlanner,
+    LayoutRanks,
+    RankPlan,
+    configured,
+    no_pipeline,
+    plan_of_shard,
+    step_seconds,
+)
+from ..planner.longest import Longest, LongestOnRanks, Search
 from ..planner.planner import Planner
 from ..planner.profile import Profile
 from ..planner.sent import Sent
@@ -42,6 +53,8 @@ from .output import OK, Output
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+Ranked = TypeVar("Ranked", bound=LayoutRanks)
 
 SCHEMA_VERSION = 1
 CURVE_WORDS = {
@@ -370,7 +383,7 @@ def _find_longest(args: argparse.Namespace, output: Output) -> int:
 
 
 @contextmanager
-def _interrupting(search: Longest) -> Generator[None]:
+def _interrupting(search: Search) -> Generator[None]:
     """Tells a search of an interruption, which Python may drop where it comes."""
 
     def interrupted(*_: object) -> None:
@@ -490,13 +503,8 @@ def _layout_of(args: argparse.Namespace) -> Layout | None:
         why = "of a pipeline, ranks with batches of their own are planned to share the optimizer's states alone"
         raise errors.ArgumentError(_goes_without("--fsdp" if ranks.fsdp > 1 else f"--zero {ranks.zero}", "--pp", why))
     option = next((f"--{name}" for name in given), "--sequence-parallel")
-    if args.frontier:
-        raise errors.ArgumentError(_goes_without("--frontier", option, "it is the curve of one device"))
-    if args.longest or args.largest_batch:
-        word = "--longest" if args.longest else "--largest-batch"
-        raise errors.ArgumentError(_goes_without(word, option, "what is looked for is of one device"))
-    if args.recompute is not None:
-        raise errors.ArgumentError(_goes_without("--recompute", option, "its peaks are those of one device"))
+    if args.plot is not None:
+        raise errors.ArgumentError(_goes_without("--plot", option, "its picture is of one device's curve"))
     if args.offload is not False:
         raise errors.ArgumentError(_goes_without("--offload", option, "plans of ranks keep all on the device"))
     loop = {"--no-hold-output": args.hold_output, "--accumulate": args.accumulate == 1}
@@ -514,59 +522,167 @@ def _layout_of(args: argparse.Namespace) -> Layout | None:
     return Layout(ranks, args.mbs or 1, args.batch)
 
 
+class _OnRanks:
+    """The step of a command line that is spread over ranks."""
+
+    def __init__(self, args: argparse.Namespace, layout: Layout, output: Output) -> None:
+        self.args, self.layout, self.output = args, layout, output
+        with output.at_work(f"building {args.model}"):
+            self.model, own, _ = models.load(args.model, None if args.dtype is None else DTYPES[args.dtype])
+            batch = {} if own is not None else models.batch_for(self.model, args.model, layout.mbs, args.sequence)
+            if "input_ids" not in batch:
+                raise errors.ArgumentError(no_pipeline(args.model, type(self.model).__name__))
+            models.check_head(self.model, args.model, batch)
+        self.tokens = int(batch["input_ids"].shape[1])
+        self.notes = models.notes_on(self.model, args.model, batch)
+
+    def ranks(self, kind: type[Ranked], *, tokens: int | None = None, mbs: int | None = None) -> Ranked:
+        """Returns the ranks, with tokens in a sequence and sequences in a microbatch as asked, or others."""
+        args, layout = self.args, self.layout
+        if mbs is not None:
+            layout = replace(layout, mbs=mbs, batch=layout.microbatches * layout.ranks.batches * mbs)
+        device = args.device or "h100"
+        return kind(self.model, args.model, layout, tokens or self.tokens, args.optimizer, device)
+
+    def give(self, found: dict[str, Any], show: Callable[[Console], None], *more: str) -> int:
+        """Prints what was found, below what the step is and `more` notes, or as a JSON document beside it."""
+        args, parameters = self.args, sum(parameter.numel() for parameter in self.model.parameters())
+        head = f"{args.model}: {parameters:,} parameters, {self.tokens} tokens, optimizer {args.optimizer}"
+        step = {"model": args.model, "sequence": self.tokens, "optimizer": args.optimizer}
+        notes = [*dict.fromkeys(filter(None, (*self.notes, *more)))]
+        step |= {"device": args.device or "h100", "layout": self.layout.as_data(), "notes": notes}
+
+        def print_found(console: Console) -> None:
+            _print_head(console, head, notes)
+            console.print(str(self.layout))
+            show(console)
+
+        self.output.give(lambda: out.document("plan", SCHEMA_VERSION, {**step, **found}), print_found)
+        return OK
+
+
 def _plan_ranks(args: argparse.Namespace, layout: Layout, output: Output) -> int:
-    """Plans a step that is spread over ranks; 0 when every rank has a plan."""
-    with output.at_work(f"building {args.model}"):
-        model, own, _ = models.load(args.model, None if args.dtype is None else DTYPES[args.dtype])
-        if own is not None:
-            raise errors.ArgumentError(no_pipeline(args.model, type(model).__name__))
-        batch = models.batch_for(model, args.model, layout.mbs, args.sequence)
-        if "input_ids" not in batch:
-            raise errors.ArgumentError(no_pipeline(args.model, type(model).__name__))
-        models.check_head(model, args.model, batch)
-        tokens = int(batch["input_ids"].shape[1])
-    device = args.device or "h100"
+    """Plans a step that is spread over ranks, or answers what else is asked of it; 0 when there is an answer."""
+    asked = _OnRanks(args, layout, output)
+    if args.recompute is not None:
+        return _show_rank_peaks(asked)
+    if args.longest or args.largest_batch:
+        return _find_longest_on_ranks(asked)
     with output.at_work(f"profiling {args.model} on {layout}"):
-        planner = LayoutPlanner(model, args.model, layout, tokens, args.optimizer, device)
+        planner = asked.ranks(LayoutPlanner)
+    if args.frontier:
+        return _show_rank_curve(asked, planner)
     with output.at_work("planning"):
         plans = planner.plans(args.budget)
     if args.out is not None:
         for plan in plans:
             out.write_plan(args.out.with_name(f"{args.out.stem}-rank{plan.rank}{args.out.suffix}"), plan.plan)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    head = f"{args.model}: {parameters:,} parameters, {tokens} tokens, optimizer {args.optimizer}"
-    notes = models.notes_on(model, args.model, batch)
-
-    def print_found(console: Console) -> None:
-        _print_head(console, head, notes)
-        _print_ranks(console, layout, plans)
-
-    output.give(lambda: _ranks_to_json(args, layout, plans, tokens), print_found)
-    return OK
+    return asked.give(_ranks_as_data(layout, plans), lambda console: _print_ranks(console, layout, plans))
 
 
-def _ranks_to_json(args: argparse.Namespace, layout: Layout, plans: Sequence[RankPlan], tokens: int) -> str:
-    """Returns all figures and plans as a JSON document; `Plan.from_json` reads each plan."""
-    ranks: list[dict[str, Any]] = [{**plan.as_data(), "plan": json.loads(plan.plan.to_json())} for plan in plans]
-    return out.document(
-        "plan",
-        SCHEMA_VERSION,
-        {
-            "model": args.model,
-            "sequence": tokens,
-            "optimizer": args.optimizer,
-            "device": args.device or "h100",
-            "layout": layout.as_data(),
-            "step_seconds": step_seconds(layout, plans),
-            "plain_step_seconds": step_seconds(layout, plans, plain=True),
-            "ranks": ranks,
-        },
-    )
+def _ranks_as_data(layout: Layout, plans: Sequence[RankPlan]) -> dict[str, Any]:
+    """Returns the figures and plans of ranks as plain data; `Plan.from_json` reads each plan from its JSON."""
+    return {
+        "step_seconds": step_seconds(layout, plans),
+        "plain_step_seconds": step_seconds(layout, plans, plain=True),
+        "ranks": [{**plan.as_data(), "plan": json.loads(plan.plan.to_json())} for plan in plans],
+    }
+
+
+def _show_rank_peaks(asked: _OnRanks) -> int:
+    """Shows the peaks of the configurations of `--recompute` on the rank that needs the most."""
+    ranks = asked.ranks(LayoutRanks)
+    plans = configurations("--recompute", asked.args.recompute, ranks.step)
+    with asked.output.at_work(f"simulating {asked.args.model} on {asked.layout}"):
+        found = [ConfiguredLayout(name, asked.layout, ranks.under(plan)) for name, plan in plans.items()]
+
+    def show(console: Console) -> None:
+        for line in configured(found):
+            console.print(line, markup=False)
+        for one in found[:1]:
+            _print_sent(console, one.fullest.sent)
+        if asked.args.explain:
+            console.print(explained(PEAK_WORDS), style="dim", markup=False)
+
+    return asked.give({"configurations": [one.as_data() for one in found]}, show)
+
+
+def _show_rank_curve(asked: _OnRanks, planner: LayoutPlanner) -> int:
+    """Shows what ten budgets cost on the ranks: from the least that each can do with to none recomputed."""
+    layout = asked.layout
+    with asked.output.at_work("planning"):
+        least, most = planner.least_bytes, planner.plain_bytes
+        budgets = sorted({least + (most - least) * place // (models.POINTS - 1) for place in range(models.POINTS)})
+        points = [(budget, planner.plans(budget)) for budget in budgets]
+
+    def show(console: Console) -> None:
+        unit, name = errors.unit_of(most)
+        rows = out.new_table(f"budget {name}", f"peak {name}", "rank", "step ms", "slower", "regions")
+        for budget, plans in points:
+            fullest = max(plans, key=lambda plan: plan.peak_bytes)
+            step, plain = step_seconds(layout, plans), step_seconds(layout, plans, plain=True)
+            sizes = (f"{nbytes / unit:,.2f}" for nbytes in (budget, fullest.peak_bytes))
+            regions = sum(len(plan.plan) for plan in plans)
+            rows.add_row(*sizes, str(fullest.rank), f"{1000 * step:,.1f}", f"{step / plain - 1:+.1%}", str(regions))
+        console.print(rows)
+        console.print("Of each budget, which is that of every rank: the rank that needs the most, and all regions.")
+
+    curve = [{"budget_bytes": budget, **_ranks_as_data(layout, plans)} for budget, plans in points]
+    return asked.give({"frontier": curve}, show)
+
+
+def _find_longest_on_ranks(asked: _OnRanks) -> int:
+    """Finds the longest sequence, or the largest microbatch, that every rank's budget holds."""
+    args, layout = asked.args, asked.layout
+    batch = bool(args.largest_batch)
+    most = models.most_tokens(asked.model) if args.longest else None
+    size = "mbs" if batch else "tokens"
+    search = LongestOnRanks(lambda kind, length: asked.ranks(kind, **{size: length}), args.budget, batch, most)
+    points: list[tuple[int, Sequence[RankPlan]]] = []
+    try:
+        with _interrupting(search), asked.output.at_work(f"looking for the most of {args.model} on {layout}"):
+            points = search.plans(layout.mbs if batch else asked.tokens)
+    except KeyboardInterrupt:
+        if not search.best:
+            raise
+    rows = [_rank_point(asked, length, plans) for length, plans in points]
+
+    def show(console: Console) -> None:
+        what = "sequences in a microbatch" if batch else "tokens in a sequence"
+        if not rows:
+            console.print(f"interrupted: {search.best:,} {what} fit; whether more do is not known")
+            return
+        console.print(f"at most {search.best:,} {what} within {args.budget} on each rank")
+        unit, name = errors.unit_of(rows[-1]["peak_bytes"])
+        shown = out.new_table(what, f"peak {name}", "step ms", "slower", "tokens/s")
+        for row in rows:
+            slower = row["step_seconds"] / row["plain_step_seconds"] - 1
+            figures = f"{row['peak_bytes'] / unit:,.2f}", f"{1000 * row['step_seconds']:,.1f}", f"{slower:+.1%}"
+            shown.add_row(f"{row['size']:,}", *figures, f"{row['tokens_per_second']:,.0f}")
+        console.print(shown)
+        _print_ranks(console, layout, points[-1][1])
+
+    found = {"found": size, "most": search.best, "points": rows}
+    said = "" if batch else models.beyond(asked.model, args.model, search.best)
+    code = asked.give({**found, **(_ranks_as_data(layout, points[-1][1]) if points else {})}, show, said)
+    return code if points else out.INTERRUPTED
+
+
+def _rank_point(asked: _OnRanks, size: int, plans: Sequence[RankPlan]) -> dict[str, Any]:
+    """Returns the figures of one length, or of one size of microbatches."""
+    layout, step = asked.layout, step_seconds(asked.layout, plans)
+    each = size * asked.tokens if asked.args.largest_batch else size * layout.mbs
+    return {
+        "size": size,
+        "peak_bytes": max(plan.peak_bytes for plan in plans),
+        "step_seconds": step,
+        "plain_step_seconds": step_seconds(layout, plans, plain=True),
+        "tokens_per_second": each * layout.microbatches * layout.ranks.batches / step,
+    }
 
 
 def _print_ranks(console: Console, layout: Layout, plans: Sequence[RankPlan]) -> None:
     """Prints the ranks, their plans, and the step."""
-    console.print(str(layout))
     name = _print_rows(console, plans)
     for plan in plans:
         console.print(f"rank {plan.rank}: layers {_ranges(plan.layers)}", style="bold")

@@ -12,6 +12,7 @@ can be shared so is said where the model is cut.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -110,6 +111,14 @@ class Ranks:
         return self.fsdp > 1 or (self.dp * self.cp > 1 and self.zero in (2, 3))
 
     @property
+    def keeps_gathered(self) -> bool:
+        """Whether gathered weights stay until backward: with `zero` 2, and unless `zero` is 3 in a pipeline.
+
+        There a layer would be gathered again for each microbatch; torchtitan keeps them too.
+        """
+        return self.zero == 2 or (self.zero is None and self.pp > 1)
+
+    @property
     def shards(self) -> int:
         """The number of ranks that share weights, gradients and states; 1 where they are whole."""
         return (self.fsdp if self.fsdp > 1 else self.dp) * self.cp if self.fully_sharded else 1
@@ -139,6 +148,11 @@ class Ranks:
         return f"{word}-{self.tp * spans[word]}-{size}"
 
     @property
+    def divides_tokens(self) -> int:
+        """What the number of tokens in a sequence is a multiple of."""
+        return math.lcm(self.tp if self.sequence_parallel else 1, 2 * self.cp if self.cp > 1 else 1)
+
+    @property
     def batches(self) -> int:
         """The number of ranks with a batch of their own."""
         return self.dp * self.fsdp
@@ -163,7 +177,7 @@ class Ranks:
             if self.ep > 1
             else "",
             f"context parallel {self.cp} by {self.cp_kind}" if self.cp > 1 else "",
-            f"fully sharded over {self.shards}{'' if self.zero != 2 else ', whole from forward to backward'}"
+            f"fully sharded over {self.shards}{', whole from forward to backward' if self.keeps_gathered else ''}"
             if self.fully_sharded
             else "",
             f"data parallel {self.replicas}" if self.replicas > 1 else "",

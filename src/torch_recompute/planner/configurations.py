@@ -54,6 +54,7 @@ PEAK_WORDS: Mapping[str, str] = {
     "loss": "what the loss makes, and what is as wide as the logits: these, copies in 32 bits, their gradients",
     "transient": "all else that passes: gradients of activations, what a replay or the optimizer's step makes, "
     "workspaces",
+    "buffers of ranks": "weights that FSDP has gathered, whole gradients, and what it sends and receives",
     "batch and output": "the call's tensors, and in forward the output that the step before has left",
     "step ms": "the time of the whole step",
     "replays ms": "the part of it in which something runs again",
@@ -111,7 +112,7 @@ class ConfiguredStep:
         return {
             "recompute": self.name,
             "peak_bytes": self.peak_bytes,
-            "made_of": {f"{name.replace(' ', '_')}_bytes": nbytes for name, nbytes in self.made_of.items()},
+            "made_of": parts_as_data(self.made_of),
             "peak": {"phase": peak.phase, "module": peak.module, "op": peak.op},
             "largest": [
                 {
@@ -220,9 +221,15 @@ def made_of(found: Simulation) -> dict[str, int]:
         "states": states,
         "kept by layers": use["saved"],
         "loss": use["loss"],
-        "transient": use["transient"] + use.get(SHARDING, 0) + by["optimizer"] - states,
+        "transient": use["transient"] + by["optimizer"] - states,
+        "buffers of ranks": use.get(SHARDING, 0),
         "batch and output": by["other"],
     }
+
+
+def parts_as_data(parts: Mapping[str, int]) -> dict[str, int]:
+    """Returns the parts of a peak as they are named in JSON."""
+    return {f"{name.replace(' ', '_')}_bytes": nbytes for name, nbytes in parts.items()}
 
 
 def _configured(step: TrainingStep, name: str, plan: Plan, price: Roofline | Measured) -> ConfiguredStep:

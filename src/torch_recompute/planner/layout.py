@@ -16,24 +16,29 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from .. import errors
+from .._text import counted, table
+from ..memory.budget import Limit
 from ..memory.loop import Loop
 from ..plan.plan import Plan
 from ..plan.ranks import Ranks
-from ..simulation.recording import SHARDING
+from ..simulation.step import where_it_runs
 from ..training_step import TrainingStep, any_loss
-from .pipeline import Budget, PipelinePlanner, RankPlanner, paths_of_layers
+from .configurations import PEAK_WORDS, made_of, parts_as_data
+from .pipeline import Budget, PipelinePlanner, PipelineRank, PipelineStages, RankPlanner, paths_of_layers
 from .planner import Planner
+from .prices import prices_for
 from .schedules import Pipeline, one_f_one_b, orders_named
 from .sent import Sent, between, sent
+from .stage_runs import StageRun
 from .tensor_parallel import check_divides, rank_model
 
 MOMENTS = ("mean", "square")
@@ -90,7 +95,7 @@ class Layout:
         if vpp > 1:
             orders = orders_named("Interleaved1F1B", pp, self.microbatches, vpp)
         bounds = itertools.pairwise(itertools.accumulate(sizes, initial=0))
-        return Pipeline("1F1B", orders, self.microbatches, tuple(bounds))
+        return Pipeline("1F1B" if vpp == 1 else "Interleaved1F1B", orders, self.microbatches, tuple(bounds))
 
     def as_data(self) -> dict[str, Any]:
         """The layout as plain data."""
@@ -120,7 +125,13 @@ class RankPlan:
     link_seconds: float  # what that takes; counted in `microbatch_seconds`
     sent: tuple[Sent, ...]  # in a step without recomputation
     plan: Plan  # in the paths of the whole model
-    buffer_bytes: int = 0  # at the peak, of gathered weights and of reductions
+    made_of: Mapping[str, int]  # the bytes of the peak by what they are for
+    where: str  # the peak is, in words
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of gathered weights and of reductions, at the peak."""
+        return self.made_of.get("buffers of ranks", 0)
 
     def waited(self, *words: str) -> float:
         """Seconds of a step in which it waits for what it sends for some purposes."""
@@ -136,6 +147,7 @@ class RankPlan:
         """The figures as plain data."""
         data = {**vars(self), "peak_bytes": self.peak_bytes, "sent": [one.as_data() for one in self.sent]}
         del data["plan"]
+        data["buffer_bytes"], data["made_of"] = self.buffer_bytes, parts_as_data(self.made_of)
         return data
 
 
@@ -148,6 +160,70 @@ def step_seconds(layout: Layout, plans: Sequence[RankPlan], *, plain: bool = Fal
     waits = (layout.ranks.pp - 1) / layout.ranks.vpp
     ends = max(plan.optimizer_seconds + plan.waited(GRADIENTS, WEIGHTS) for plan in plans)
     return (layout.microbatches + waits) * max(each) + ends
+
+
+@dataclass(frozen=True)
+class ConfiguredLayout:
+    """A step that is spread over ranks, under one configuration that is stated.
+
+    Attributes:
+        name: The configuration, as it was written.
+        layout: How the step is spread.
+        ranks: Those of the pipeline.
+    """
+
+    name: str
+    layout: Layout
+    ranks: Sequence[RankPlan]
+
+    @property
+    def fullest(self) -> RankPlan:
+        """The rank with the highest peak."""
+        return max(self.ranks, key=lambda rank: rank.peak_bytes)
+
+    @property
+    def step_seconds(self) -> float:
+        """Of the whole step."""
+        return step_seconds(self.layout, self.ranks)
+
+    @property
+    def replay_seconds(self) -> float:
+        """Of these, what recomputation adds."""
+        return self.step_seconds - step_seconds(self.layout, self.ranks, plain=True)
+
+    def as_data(self) -> dict[str, Any]:
+        """The figures as plain data, with the plan as `Plan.from_json` reads it from its JSON."""
+        return {
+            "recompute": self.name,
+            "peak_bytes": self.fullest.peak_bytes,
+            "rank": self.fullest.rank,
+            "made_of": parts_as_data(self.fullest.made_of),
+            "peak": self.fullest.where,
+            "step_seconds": self.step_seconds,
+            "replay_seconds": self.replay_seconds,
+            "ranks": [rank.as_data() for rank in self.ranks],
+        }
+
+
+def configured(steps: Sequence[ConfiguredLayout]) -> Iterator[str]:
+    """Returns lines of text: a table of configurations, each with its fullest rank, and where its peak is."""
+    unit, name = errors.unit_of(max(one.fullest.peak_bytes for one in steps))
+    known = [part for part in PEAK_WORDS if part in {name for one in steps for name in one.fullest.made_of}]
+    parts = [part for part in known if any(round(one.fullest.made_of.get(part, 0) / unit, 2) for one in steps)]
+    rows: list[tuple[str, ...]] = [("", "rank", f"peak {name}", *parts, "step ms", "replays ms")]
+    for one in steps:
+        rank = one.fullest
+        sizes = (nbytes / unit for nbytes in (rank.peak_bytes, *(rank.made_of.get(part, 0) for part in parts)))
+        seconds = (f"{1000 * each:,.1f}" for each in (one.step_seconds, one.replay_seconds))
+        rows.append((one.name, str(rank.rank), *(f"{size:,.2f}" for size in sizes), *seconds))
+    wide = max(len(row[0]) for row in rows)
+    yield from table([(row[0].ljust(wide), *row[1:]) for row in rows])
+    for one in steps:
+        flying = f", with {counted(sum(one.fullest.held), 'microbatch')} in flight"
+        yield f"{one.name}: rank {one.fullest.rank} needs the most, {one.fullest.where}{flying}"
+        others = (f"rank {rank.rank} {errors.size(rank.peak_bytes)}" for rank in one.ranks if rank is not one.fullest)
+        if len(one.ranks) > 1:
+            yield f"  the others: {', '.join(others)}"
 
 
 def one_rank(
@@ -185,15 +261,15 @@ def plan_of_shard(planner: Planner, plan: Plan) -> RankPlan:
     """A plan that a planner has made for a rank that shares weights by FSDP2, with what is alive at its peak."""
     found, promise = planner.simulated(plan), plan.prediction
     assert promise is not None
-    sizes, buffers = found.by_category, found.activations_by_use.get(SHARDING, 0)
-    states = {f"{name}_bytes": sizes[word] for name, word in STATES.items()}
+    parts = made_of(found)
+    states = {f"{name}_bytes": found.by_category[word] for name, word in STATES.items()}
     return RankPlan(
         rank=0,
         layers=(tuple(range(len(planner.paths))),),
         parameters=sum(weight.numel() for weight in planner.step.model.parameters()),
         **states,
         held=(1,),
-        activation_bytes=found.peak_bytes - sum(states.values()) - buffers,
+        activation_bytes=found.peak_bytes - sum(states.values()) - parts["buffers of ranks"],
         plain_peak_bytes=promise.plain_peak_bytes,
         microbatch_seconds=(promise.plain_step_seconds - planner.optimizer_seconds) / planner.step.loop.accumulate,
         replay_seconds=(promise.step_seconds - promise.plain_step_seconds) / planner.step.loop.accumulate,
@@ -202,12 +278,13 @@ def plan_of_shard(planner: Planner, plan: Plan) -> RankPlan:
         link_seconds=sum(one.seconds - one.hidden for one in planner.sent) / planner.step.loop.accumulate,
         sent=planner.sent,
         plan=plan,
-        buffer_bytes=buffers,
+        made_of=parts,
+        where=f"in {found.peak.phase}",
     )
 
 
-class LayoutPlanner:
-    """A model whose step is spread over ranks, and what is known of each.
+class LayoutRanks:
+    """A model whose step is spread over ranks, under plans that are stated.
 
     Args:
         model: The whole model, of transformers and on meta.
@@ -224,14 +301,109 @@ class LayoutPlanner:
     def __init__(
         self, model: nn.Module, word: str, layout: Layout, tokens: int, optimizer: str, device: str | None
     ) -> None:
-        self.layout = layout
-        part, layers, batch = one_rank(model, word, layout.ranks, layout.mbs, tokens)
-        pipeline = layout.pipeline(len(layers))
-        step = TrainingStep(part, (), batch, any_loss, device=device, loop=Loop(hold_output=False), ranks=layout.ranks)
-        self.planner = Planner(step)
-        assert paths_of_layers(self.planner) == layers
-        make = partial(Sharded, ranks=layout.ranks, word=optimizer)
-        self.pipeline, self._optimizer = PipelinePlanner(self.planner, pipeline, make, megatron=True), optimizer
+        self.layout, self.tokens, self._optimizer = layout, tokens, optimizer
+        part, self.paths, batch = one_rank(model, word, layout.ranks, layout.mbs, tokens)
+        self.cut = layout.pipeline(len(self.paths))
+        loop = Loop(hold_output=False)
+        self.step = TrainingStep(part, (), batch, any_loss, device=device, loop=loop, ranks=layout.ranks)
+        self.make = partial(Sharded, ranks=layout.ranks, word=optimizer)
+
+    @cached_property
+    def pipeline(self) -> PipelineStages:
+        """The stages."""
+        price = prices_for(self.step, where_it_runs(self.step)[0])
+        return PipelineStages(self.step, self.paths, self.cut, self.make, True, price)
+
+    def under(self, plan: Plan) -> list[RankPlan]:
+        """Each rank under a plan that is stated, without a prediction."""
+        ranks = [PipelineRank(self.pipeline, number) for number in sorted(self.cut.orders)]
+        stated = self.pipeline.stated
+        return [self.seen(one, {stage: stated(stage, plan, one.kinds) for stage in one.stages}, plan) for one in ranks]
+
+    def seen(self, rank: PipelineRank, runs: Mapping[int, StageRun], plan: Plan) -> RankPlan:
+        """Returns what runs of the stages of a rank under a plan have shown."""
+        runner, price, peak = self.pipeline.runner, self.pipeline.price, rank.peak(runs)
+        weights = [runner.model.get_parameter(name) for name in rank.parameters]
+        weight_bytes, gradient_bytes = runner.bytes_of(weights), sum(one.bytes.gradient_bytes for one in runs.values())
+        microbatch, update = rank.ran
+        links = [(sent, price(op) * n, n) for op, n in microbatch.items() if (sent := op.sent_bytes) is not None]
+        step = peak.step
+        return RankPlan(
+            rank=rank.number,
+            layers=tuple(tuple(range(*self.cut.bounds[stage])) for stage in rank.stages),
+            parameters=sum(weight.numel() for weight in weights),
+            weight_bytes=weight_bytes,
+            gradient_bytes=gradient_bytes,
+            optimizer_bytes=rank.state_bytes,
+            held=tuple(0 if step is None else step.live(stage) for stage in rank.stages),
+            activation_bytes=peak.bytes - weight_bytes - gradient_bytes - rank.state_bytes,
+            plain_peak_bytes=rank.peak(rank.runs).bytes,
+            microbatch_seconds=rank.seconds,
+            replay_seconds=sum(price(op) * count for run in runs.values() for op, count in run.replayed.items()),
+            optimizer_seconds=sum(price(op) * count for op, count in update.items()),
+            link_bytes=sum(sent * count for sent, _, count in links),
+            link_seconds=sum(seconds for _, seconds, _ in links),
+            sent=self._sent(rank),
+            plan=plan,
+            made_of=rank.made_of(runs),
+            where=peak.where,
+        )
+
+    def _sent(self, rank: PipelineRank) -> tuple[Sent, ...]:
+        """Counts what a rank sends in a step: by its operations, between stages, for the states that replicas share."""
+        layout, runner, price = self.layout, self.pipeline.runner, self.pipeline.price
+        ranks, bounds, count = layout.ranks, self.pipeline.pipeline.bounds, layout.microbatches
+        found = [*sent(rank.ran[0], price, {}, count)]
+        starts = [bounds[stage][0] for stage in rank.stages] + [bounds[stage][1] for stage in rank.stages]
+        crossed = [runner.bytes_of(runner.layers[start].inputs) for start in starts if 0 < start < len(runner.layers)]
+        if crossed:  # by an output, or by the gradient of an input
+            overlaps = ranks.vpp > 1
+            found.append(between(count * sum(crossed), ranks.world // ranks.pp + 1, price, STAGES, overlaps=overlaps))
+        weights = [runner.model.get_parameter(name) for name in rank.parameters]
+        own: dict[str, int] = dict.fromkeys((GRADIENTS, WEIGHTS), 0)
+        for weight in weights:
+            replicas = ranks.copies_of(weight)
+            size = weight.numel() * (replicas - 1) // replicas
+            own[GRADIENTS] += size * max(weight.itemsize, 4 if ranks.reduce_dtype == "float32" else 0)
+            own[WEIGHTS] += size * weight.itemsize
+        if ranks.zero == 0:  # gradients are all-reduced, and every rank updates all weights
+            own = {GRADIENTS: 2 * own[GRADIENTS]}
+        span = ranks.tp * ranks.cp * ranks.batches
+        found += [between(nbytes, span, price, word) for word, nbytes in own.items() if nbytes]
+        return tuple(found)
+
+
+class LayoutPlanner(LayoutRanks):
+    """A model whose step is spread over ranks, and plans for each; the arguments are those of `LayoutRanks`."""
+
+    def __init__(
+        self, model: nn.Module, word: str, layout: Layout, tokens: int, optimizer: str, device: str | None
+    ) -> None:
+        super().__init__(model, word, layout, tokens, optimizer, device)
+        self.planner = Planner(self.step)
+        assert paths_of_layers(self.planner) == self.paths
+
+    @cached_property
+    def pipeline(self) -> PipelinePlanner:
+        """The stages, and plans for the ranks."""
+        return PipelinePlanner(self.planner, self.cut, self.make, megatron=True)
+
+    @cached_property
+    def least_bytes(self) -> int:
+        """The least budget for which every rank has a plan."""
+        return max(rank.least.peak.bytes for rank in self.pipeline.ranks)
+
+    @property
+    def plain_bytes(self) -> int:
+        """The peak of the fullest rank without recomputation."""
+        return max(rank.plain.peak.bytes for rank in self.pipeline.ranks)
+
+    @property
+    def least_plan(self) -> Plan:
+        """The plan with which each rank needs the least."""
+        ranks = self.pipeline.ranks
+        plans = (rank.planned([rank.stages], rank.least, Limit(rank.least.peak.bytes), 1)[0] for rank in ranks)
+        return Plan(tuple(choice for plan in plans for choice in plan))
 
     def plans(self, budget: Budget) -> list[RankPlan]:
         """A plan for each rank; the budget is that of each.
@@ -259,62 +431,16 @@ class LayoutPlanner:
         return found
 
     def _plan(self, rank: RankPlanner, budget: Budget) -> RankPlan:
-        layout = self.layout
         tried, wanted = rank.fitted(budget)
         (plan,) = rank.planned([rank.stages], tried, wanted, 1)
-        runner, price = self.pipeline.runner, self.planner.price
-        weights = [runner.model.get_parameter(name) for name in rank.parameters]
-        weight_bytes, gradient_bytes = runner.bytes_of(weights), sum(one.gradient_bytes for one in tried.bytes.values())
-        microbatch, update = rank.ran
-        links = [(sent, price(op) * n, n) for op, n in microbatch.items() if (sent := op.sent_bytes) is not None]
-        updating = sum(price(op) * count for op, count in update.items())
+        updating = sum(self.planner.price(op) * count for op, count in rank.ran[1].items())
         promise = plan.prediction
         assert promise is not None
         seconds = ("step_seconds", "plain_step_seconds", "bound_seconds")
         promise = dataclasses.replace(promise, **{name: getattr(promise, name) + updating for name in seconds})
-        step = tried.peak.step
-        words = f"rank {rank.number} of the pipeline on {layout.ranks}, {wanted.said}"
-        return RankPlan(
-            rank=rank.number,
-            layers=tuple(tuple(range(*self.pipeline.pipeline.bounds[stage])) for stage in rank.stages),
-            parameters=sum(weight.numel() for weight in weights),
-            weight_bytes=weight_bytes,
-            gradient_bytes=gradient_bytes,
-            optimizer_bytes=rank.state_bytes,
-            held=tuple(0 if step is None else step.live(stage) for stage in rank.stages),
-            activation_bytes=tried.peak.bytes - weight_bytes - gradient_bytes - rank.state_bytes,
-            plain_peak_bytes=rank.plain.peak.bytes,
-            microbatch_seconds=rank.seconds,
-            replay_seconds=tried.seconds,
-            optimizer_seconds=updating,
-            link_bytes=sum(sent * count for sent, _, count in links),
-            link_seconds=sum(seconds for _, seconds, _ in links),
-            sent=self._sent(rank),
-            plan=dataclasses.replace(plan, prediction=promise, source=words),
-        )
-
-    def _sent(self, rank: RankPlanner) -> tuple[Sent, ...]:
-        """Counts what a rank sends in a step: by its operations, between stages, for the states that replicas share."""
-        layout, runner, price = self.layout, self.pipeline.runner, self.planner.price
-        ranks, bounds, count = layout.ranks, self.pipeline.pipeline.bounds, layout.microbatches
-        found = [*sent(rank.ran[0], price, {}, count)]
-        starts = [bounds[stage][0] for stage in rank.stages] + [bounds[stage][1] for stage in rank.stages]
-        crossed = [runner.bytes_of(runner.layers[start].inputs) for start in starts if 0 < start < len(runner.layers)]
-        if crossed:  # by an output, or by the gradient of an input
-            overlaps = ranks.vpp > 1
-            found.append(between(count * sum(crossed), ranks.world // ranks.pp + 1, price, STAGES, overlaps=overlaps))
-        weights = [runner.model.get_parameter(name) for name in rank.parameters]
-        own: dict[str, int] = dict.fromkeys((GRADIENTS, WEIGHTS), 0)
-        for weight in weights:
-            replicas = ranks.copies_of(weight)
-            size = weight.numel() * (replicas - 1) // replicas
-            own[GRADIENTS] += size * max(weight.itemsize, 4 if ranks.reduce_dtype == "float32" else 0)
-            own[WEIGHTS] += size * weight.itemsize
-        if ranks.zero == 0:  # gradients are all-reduced, and every rank updates all weights
-            own = {GRADIENTS: 2 * own[GRADIENTS]}
-        span = ranks.tp * ranks.cp * ranks.batches
-        found += [between(nbytes, span, price, word) for word, nbytes in own.items() if nbytes]
-        return tuple(found)
+        words = f"rank {rank.number} of the pipeline on {self.layout.ranks}, {wanted.said}"
+        plan = dataclasses.replace(plan, prediction=promise, source=words)
+        return dataclasses.replace(self.seen(rank, tried.runs, plan), replay_seconds=tried.seconds)
 
 
 class Sharded(torch.optim.Optimizer):

@@ -12,23 +12,26 @@ per token, which knows nothing of what the loss or a kernel holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 
 from .. import errors
-from .._text import doing
-from ..memory.budget import Limit, bytes_meant, read_budget
+from .._text import doing, listed
+from ..memory.budget import Budget, Limit, bytes_meant, read_budget
 from ..memory.free import free_bytes
 from ..plan.apply import apply
 from ..plan.plan import Plan
 from ..plan.sizes import parameters
-from ..simulation import Simulation, simulate_step
+from ..simulation import simulate_step
 from ..training_step import TrainingStep
 from .alternatives import held_by
 from .hosts import stores_for
+from .layout import LayoutPlanner, LayoutRanks, RankPlan
 from .planner import Planner
 from .sizes import Call, Lengths, plan_calls
 
@@ -37,6 +40,7 @@ ROUNDS = 3
 FINE = 256  # the length is found to this part of itself
 UNIT = 64  # lengths are multiples of it, from `FROM` on
 FROM = 1024
+Peak = tuple[int, str]  # in bytes, and what it is made of
 
 
 class Batches(Lengths):
@@ -52,36 +56,33 @@ class Batches(Lengths):
 
 
 @dataclass
-class Longest:
+class Search:
     """The search for the most that a budget holds.
 
     Attributes:
-        step: A step of some length.
         budget: In bytes, or "fit"; as it was written.
-        offload: See `make_plan`.
         batch: Whether the size of the batch is looked for, instead of the length of the sequence.
         most: The most that the model takes; None for no limit.
+        grain: What lengths are multiples of.
         best: The most that is known to fit so far.
         best_peak_bytes: Its peak.
         interrupted: Set from outside to end the search before its next simulation. Python drops a `KeyboardInterrupt`
             that comes while a weak reference calls back, of which a simulation has thousands.
     """
 
-    step: TrainingStep
     budget: object
-    offload: bool | int | str = False
     batch: bool = False
     most: int | None = None
+    grain: int = field(default=1, init=False)
     best: int = field(default=0, init=False)
     best_peak_bytes: int = field(default=0, init=False)
     interrupted: bool = field(default=False, init=False)
 
-    def plan(self) -> Plan:
-        """Returns the plan; its last size is the most that fits.
+    def asked(self) -> Budget:
+        """Reads the budget.
 
         Raises:
-            BudgetError: Not one token, or not one item, fits.
-            ArgumentError: The budget is a share, or it cannot be told where the sequence is.
+            ArgumentError: It is a share.
         """
         asked = read_budget(self.budget)
         if asked.share is not None:
@@ -89,51 +90,23 @@ class Longest:
                 f"budget={asked.said} is a share of the activation memory, which rises with what is looked for.\n"
                 '  Write bytes, such as budget="80GB", or "fit".'
             )
-        calls = (Batches if self.batch else Lengths)(parameters(self.step.model), *self.step.call)
-        planner = Planner(self._step(calls(calls.length)), offload=self.offload)
-        free = partial(free_bytes, self.step.model, planner.plain.device, self.step.optimizer, self.step.call)
-        allowed = bytes_meant(asked, lambda: 0, planner.plain.peak_bytes, free)
-        start, plan = calls.length, planner.leanest  # the least peak may be the optimizer's, and then keeps more
-        for _ in range(ROUNDS):
-            before = self.best
-            self._search(partial(self._simulated, calls, plan), allowed, start)
-            if self.best <= before * (1 + 4 / FINE):
-                break
-            start = self.best
-            plan = Planner(self._step(calls(start)), offload=self.offload).least_plan
-        while True:
-            unit = self._unit(self.best)
-            parts = (self.best * part // SIZES // unit * unit for part in range(1, SIZES))
-            lengths = sorted({self.best, *filter(None, parts)})
-            try:
-                return plan_calls(self.step, [calls(length) for length in lengths], allowed, self.offload)
-            except errors.BudgetError:  # the least plan of this length itself may need a little more
-                if self.best == 1:
-                    raise
-                self.best -= max(1, self.best // FINE)
+        return asked
 
-    def _step(self, call: Call) -> TrainingStep:
-        return replace(self.step, args=call[0], kwargs=call[1])
-
-    def _simulated(self, calls: Lengths, plan: Plan, length: int) -> Simulation:
-        if self.interrupted:
-            raise KeyboardInterrupt
-        step = self._step(calls(length))
-        return simulate_step(step, prepare=partial(apply, plan=plan, stores=stores_for(plan, step)))
-
-    def _search(self, simulated: Callable[[int], Simulation], allowed: int, length: int) -> None:
+    def search(self, peak_of: Callable[[int], Peak], allowed: int, length: int) -> None:
         """Raises `best` as far as the budget goes, from some length."""
         below, above = (self.best, self.best_peak_bytes), (0, 0)
         while True:
             doing(f"simulating {'a batch' if self.batch else 'a sequence'} of {length:,}")
-            found = simulated(length)
-            if found.peak_bytes <= allowed:
-                below = self.best, self.best_peak_bytes = length, found.peak_bytes
+            if self.interrupted:
+                raise KeyboardInterrupt
+            peak, held = peak_of(length)
+            if peak <= allowed:
+                below = self.best, self.best_peak_bytes = length, peak
             else:
-                above = length, found.peak_bytes
+                above = length, peak
             if above[0] and above[0] - below[0] <= max(self._unit(below[0]), below[0] // FINE):
                 if not below[0]:
-                    raise errors.BudgetError(self._nothing_fits(allowed, found), found.peak_bytes, None)
+                    raise errors.BudgetError(self._nothing_fits(allowed, peak, held), peak, None)
                 return
             if length == self.most and not above[0]:
                 return
@@ -144,7 +117,7 @@ class Longest:
         if not above[0]:
             return min(2 * below[0], self.most or 2 * below[0])
         if not below[0]:
-            return max(1, above[0] // 2)
+            return max(1, above[0] // 2 // self.grain) * self.grain
         (low, least), (high, most), unit = below, above, self._unit(below[0])
         edge = max(1, (high - low) // 16)  # so that the stretch gets shorter on either side
         met = low + (high - low) * (allowed - least) // max(1, most - least)
@@ -152,13 +125,129 @@ class Longest:
         return max(length // unit * unit, low + unit) if unit > 1 else length
 
     def _unit(self, length: int) -> int:
-        return UNIT if length >= FROM and not self.batch else 1
+        return math.lcm(UNIT, self.grain) if length >= FROM and not self.batch else self.grain
 
-    def _nothing_fits(self, allowed: Limit | int, found: Simulation) -> str:
+    def lengths(self) -> list[int]:
+        """Returns the most that fits, and parts of it."""
+        unit = self._unit(self.best)
+        parts = (self.best * part // SIZES // unit * unit for part in range(1, SIZES))
+        return sorted({self.best, *filter(None, parts)})
+
+    def less(self) -> None:
+        """Takes a little less than the most that was found."""
+        unit = self.grain
+        self.best -= max(unit, self.best // FINE // unit * unit)
+
+    def _nothing_fits(self, allowed: Limit | int, peak: int, held: str) -> str:
         said = allowed.said if isinstance(allowed, Limit) else errors.size(allowed)
-        one = "a batch of one" if self.batch else "a sequence of one token"
+        tokens = "one token" if self.grain == 1 else f"{self.grain} tokens"
+        one = "a batch of one" if self.batch else f"a sequence of {tokens}"
         return (
-            f"budget={said} is too small for {one}, whose peak is {errors.size(found.peak_bytes, up=True)} "
-            f"({found.peak_bytes} bytes): {held_by(found)}.\n"
+            f"budget={said} is too small for {one}, whose peak is {errors.size(peak, up=True)} ({peak} bytes): "
+            f"{held}.\n"
             "  Write a budget of more than that, or another optimizer."
         )
+
+
+class LongestOnRanks(Search):
+    """The search for the most that a budget of each rank holds.
+
+    Attributes:
+        make: Makes the ranks of a layout, of one of two kinds, for a length.
+    """
+
+    def __init__(self, make: Callable[[Any, int], Any], budget: object, batch: bool, most: int | None) -> None:
+        super().__init__(budget, batch, most)
+        self.make = make
+
+    def plans(self, start: int) -> list[tuple[int, Sequence[RankPlan]]]:
+        """Returns some lengths with the plans of all ranks; the last is the most that fits.
+
+        Raises:
+            BudgetError: Not one token, or not one item, fits.
+            ArgumentError: The budget is a share.
+        """
+        asked = self.asked()
+        planner = self.make(LayoutPlanner, start)
+        allowed = bytes_meant(asked, lambda: 0, planner.plain_bytes, None)
+        self.grain = 1 if self.batch else planner.layout.ranks.divides_tokens
+        plan = planner.planner.leanest
+        for _ in range(ROUNDS):
+            before = self.best
+            self.search(partial(self._fullest, plan), allowed, before or start)
+            if self.best <= before * (1 + 4 / FINE):
+                break
+            plan = self.make(LayoutPlanner, self.best).least_plan
+        while True:
+            lengths = self.lengths()
+            try:
+                found = [self.make(LayoutPlanner, length).plans(self.budget) for length in reversed(lengths)]
+                return [*zip(lengths, reversed(found), strict=True)]
+            except errors.BudgetError:
+                if self.best <= self.grain:
+                    raise
+                self.less()
+
+    def _fullest(self, plan: Plan, length: int) -> Peak:
+        ranks = self.make(LayoutRanks, length).under(plan)
+        fullest = max(ranks, key=lambda rank: rank.peak_bytes)
+        parts = sorted(fullest.made_of.items(), key=lambda part: -part[1])
+        held = listed([f"{errors.size(nbytes)} {name}" for name, nbytes in parts if 100 * nbytes >= fullest.peak_bytes])
+        return fullest.peak_bytes, f"{held}, on rank {fullest.rank} {fullest.where}"
+
+
+class Longest(Search):
+    """The search for the most that a budget holds, of one device.
+
+    Attributes:
+        step: A step of some length.
+        offload: See `make_plan`.
+    """
+
+    def __init__(
+        self,
+        step: TrainingStep,
+        budget: object,
+        offload: bool | int | str = False,
+        batch: bool = False,
+        most: int | None = None,
+    ) -> None:
+        super().__init__(budget, batch, most)
+        self.step, self.offload = step, offload
+
+    def plan(self) -> Plan:
+        """Returns the plan; its last size is the most that fits.
+
+        Raises:
+            BudgetError: Not one token, or not one item, fits.
+            ArgumentError: The budget is a share, or it cannot be told where the sequence is.
+        """
+        asked = self.asked()
+        calls = (Batches if self.batch else Lengths)(parameters(self.step.model), *self.step.call)
+        planner = Planner(self._step(calls(calls.length)), offload=self.offload)
+        free = partial(free_bytes, self.step.model, planner.plain.device, self.step.optimizer, self.step.call)
+        allowed = bytes_meant(asked, lambda: 0, planner.plain.peak_bytes, free)
+        start, plan = calls.length, planner.leanest  # the least peak may be the optimizer's, and then keeps more
+        for _ in range(ROUNDS):
+            before = self.best
+            self.search(partial(self._peak, calls, plan), allowed, start)
+            if self.best <= before * (1 + 4 / FINE):
+                break
+            start = self.best
+            plan = Planner(self._step(calls(start)), offload=self.offload).least_plan
+        while True:
+            found = [calls(length) for length in self.lengths()]
+            try:
+                return plan_calls(self.step, found, allowed, self.offload)
+            except errors.BudgetError:  # the least plan of this length itself may need a little more
+                if self.best == 1:
+                    raise
+                self.less()
+
+    def _step(self, call: Call) -> TrainingStep:
+        return replace(self.step, args=call[0], kwargs=call[1])
+
+    def _peak(self, calls: Lengths, plan: Plan, length: int) -> Peak:
+        step = self._step(calls(length))
+        found = simulate_step(step, prepare=partial(apply, plan=plan, stores=stores_for(plan, step)))
+        return found.peak_bytes, held_by(found)

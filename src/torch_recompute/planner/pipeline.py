@@ -29,7 +29,7 @@ import torch
 
 from .. import errors
 from ..memory.budget import Limit, bytes_meant, no_plan_fits, read_budget
-from ..plan.choice import joined
+from ..plan.choice import Choice, joined
 from ..plan.plan import Plan
 from ..plan.roles import inside, relative
 from ..plan.stages import StagePlan, StagePlans, Stages
@@ -39,7 +39,8 @@ from .cost import Costs, Graph, Kind, Option, Point, Segment, Solution, begins, 
 from .ops import Op
 from .planner import Planner, calibrate
 from .rank_memory import RankMemory, RankPeak, StageBytes
-from .schedules import FORWARD, INPUTS, WEIGHTS, Pipeline, Schedule, ScheduleStep, in_flight, schedule_steps
+from .schedules import FORWARD, INPUTS, REDUCE, WEIGHTS, Pipeline, Schedule, ScheduleStep, in_flight, schedule_steps
+from .sent import Price
 from .solve import choices_of, choose, planned, smallest
 from .stage_runs import StageRun, StageRunner
 
@@ -68,11 +69,85 @@ class TriedPlan:
         return sum(option.seconds / option.span for options in self.chosen.values() for option in options)
 
 
-class PipelinePlanner:
-    """The stages of a model, and what is known of each: its `ranks`, and of each stage the first that is `alike`.
+class PipelineStages:
+    """The stages of a model that a pipeline trains, under plans that are stated.
 
     With `megatron` its runtime runs the stages: it releases what it sends, and has buffers for gradients.
+
+    Attributes:
+        step: A step with one microbatch.
+        paths: The layers, in their order.
+        pipeline: How they are cut, and the order of actions.
+        optimizer: Makes one of a rank's parameters.
+        price: Gives the seconds of an operation.
     """
+
+    def __init__(
+        self,
+        step: TrainingStep,
+        paths: Sequence[str],
+        pipeline: Pipeline,
+        optimizer: Callable[[Any], torch.optim.Optimizer] | None,
+        megatron: bool,
+        price: Price,
+    ) -> None:
+        self.step, self.paths, self.pipeline, self.optimizer = step, paths, pipeline, optimizer
+        self.megatron, self.price = megatron, price
+        self._runs: dict[Any, StageRun] = {}
+
+    @cached_property
+    def runner(self) -> StageRunner:
+        """Runs the stages that have not been run."""
+        return StageRunner(self.step, self.paths, self.pipeline.bounds, self.megatron)
+
+    def layers(self, stage: int) -> Sequence[str]:
+        """The paths of a stage's layers."""
+        return self.paths[slice(*self.pipeline.bounds[stage])]
+
+    def _kinds(self, stage: int) -> list[Any]:
+        """What layers of a stage have in common with those that are alike."""
+        return [layer.kind for layer in self.runner.layers[slice(*self.pipeline.bounds[stage])]]
+
+    @cached_property
+    def alike(self) -> list[int]:
+        """Of each stage the first that costs the same: with like layers, and with what the two ends do besides."""
+        described = [self._described(stage) for stage in range(len(self.pipeline.bounds))]
+        return [described.index(one) for one in described]
+
+    def _described(self, stage: int) -> tuple[object, ...]:
+        layers = [self.step.model.get_submodule(path) for path in self.layers(stage)]
+        held = {id(tensor) for layer in layers for tensor in (*layer.parameters(), *layer.buffers())}
+        end = stage if stage in (0, len(self.pipeline.bounds) - 1) else None
+        return self._kinds(stage), len(held), end
+
+    def _renamed(self, name: str, stage: int, to: int) -> str | None:
+        """What a name in a layer of one stage is in another that is like it; None for one in another stage's layer."""
+        pairs = zip(self.layers(stage), self.layers(to), strict=True)
+        found = next((joined(there, relative(name, here)) for here, there in pairs if inside(name, here)), None)
+        return found or (None if any(inside(name, path) for path in self.paths) else name)
+
+    def parameters(self, stage: int, run: StageRun) -> list[str]:
+        """The names of what a stage reads, from the run of one that is like it."""
+        return [self._renamed(name, self.alike[stage], stage) or name for name in run.parameters]
+
+    def stated(self, stage: int, plan: Plan, kinds: frozenset[str]) -> StageRun:
+        """Two microbatches of a stage, or of one that is like it, under a plan in the paths of the whole model."""
+        there, choices = self.alike[stage], list[Choice]()
+        for choice in plan:
+            paths = tuple(filter(None, (self._renamed(path, stage, there) for path in choice.paths)))
+            choices += [replace(choice, paths=paths)] if paths else []
+        key = there, tuple(choices), kinds
+        if key not in self._runs:
+            self._runs[key] = self.runner.run(there, Plan(tuple(choices)), kinds)
+        return self._runs[key]
+
+    def plain(self, stage: int, kinds: frozenset[str]) -> StageRun:
+        """Two microbatches of a stage without recomputation."""
+        return self.stated(stage, Plan(), kinds)
+
+
+class PipelinePlanner(PipelineStages):
+    """The stages of a model, and plans for its `ranks`."""
 
     def __init__(
         self,
@@ -81,42 +156,26 @@ class PipelinePlanner:
         optimizer: Callable[[Any], torch.optim.Optimizer] | None,
         megatron: bool = False,
     ) -> None:
-        self.planner, self.pipeline, self.optimizer = planner, pipeline, optimizer
-        self.megatron = megatron
+        super().__init__(planner.step, planner.paths, pipeline, optimizer, megatron, planner.price)
         self.profile = planner.profile
-        self._runs: dict[Any, StageRun] = planner.known.stages.setdefault((pipeline.bounds, megatron), {})
-        described = [self._described(stage) for stage in range(len(pipeline.bounds))]
-        self.alike = [described.index(one) for one in described]
+        self._runs = planner.known.stages.setdefault((pipeline.bounds, megatron), {})
 
     @cached_property
     def ranks(self) -> list[RankPlanner]:
         """The ranks, in order."""
         return [RankPlanner(self, number) for number in sorted(self.pipeline.orders)]
 
-    @cached_property
-    def runner(self) -> StageRunner:
-        """Runs the stages that have not been run."""
-        return StageRunner(self.planner, self.pipeline.bounds, self.megatron)
-
     def segments(self, stage: int) -> tuple[Segment, ...]:
         """The layers of a stage."""
-        start, stop = self.pipeline.bounds[stage]
-        return self.profile.costs.segments[start:stop]
+        return self.profile.costs.segments[slice(*self.pipeline.bounds[stage])]
 
-    def _described(self, stage: int) -> tuple[object, ...]:
-        """The key under which two stages cost the same: their layers, and what the first and the last do besides."""
-        layers = [self.planner.step.model.get_submodule(segment.path) for segment in self.segments(stage)]
-        held = {id(tensor) for layer in layers for tensor in (*layer.parameters(), *layer.buffers())}
-        end = stage if stage in (0, len(self.pipeline.bounds) - 1) else None
-        return [segment.kind for segment in self.segments(stage)], len(held), end
+    def _kinds(self, stage: int) -> list[Any]:
+        return [segment.kind for segment in self.segments(stage)]
 
-    def parameters(self, stage: int, run: StageRun) -> list[str]:
-        """The names of what a stage reads, from the run of one that is like it."""
-        names = list(run.parameters)
-        for there, here in zip(self.segments(self.alike[stage]), self.segments(stage), strict=True):
-            own = there.path
-            names = [joined(here.path, relative(n, own)) if inside(n, own) else n for n in names]
-        return names
+    def plain(self, stage: int, kinds: frozenset[str]) -> StageRun:
+        """Two microbatches of a stage without recomputation."""
+        segments = self.segments(stage)
+        return self.run(stage, tuple(self.profile.costs.kinds[one.kind].options[0] for one in segments), kinds)
 
     def run(self, stage: int, options: tuple[Option, ...], kinds: frozenset[str]) -> StageRun:
         """Two microbatches of a stage, or of one that is like it."""
@@ -128,12 +187,13 @@ class PipelinePlanner:
         return self._runs[key]
 
 
-class RankPlanner:
+class PipelineRank:
     """One rank of a pipeline.
 
     Attributes:
         stages: The numbers of its stages.
-        plain: These without recomputation.
+        kinds: Of their actions.
+        runs: Those of its stages without recomputation.
         seconds: Of one microbatch, without recomputation.
         parameters: Those that its stages read, by name.
         ran: The operations of one microbatch, and those of the optimizer's step.
@@ -141,36 +201,52 @@ class RankPlanner:
         memory: What its stages take together.
     """
 
-    def __init__(self, of: PipelinePlanner, number: int) -> None:
-        self._of = of
+    def __init__(self, of: PipelineStages, number: int) -> None:
         self.number = number
         actions = of.pipeline.orders[number]
-        self._kinds = frozenset(action.kind for action in actions)
+        self.kinds = frozenset(action.kind for action in actions)
         self.stages = sorted({action.stage for action in actions})
-        kinds = of.profile.costs.kinds
-        chosen = {stage: tuple(kinds[s.kind].options[0] for s in of.segments(stage)) for stage in self.stages}
-        runs = {stage: of.run(stage, options, self._kinds) for stage, options in chosen.items()}
+        self.runs = runs = {stage: of.plain(stage, self.kinds) for stage in self.stages}
         self.parameters = tuple(dict.fromkeys(name for item in runs.items() for name in of.parameters(*item)))
         taken, updating = (0, 0), Counter[Op]()
         if of.optimizer is not None:
             taken, updating = of.runner.optimizer(of.optimizer, self.parameters)
         self.ran = sum((run.ran for run in runs.values()), Counter[Op]()), updating
-        self.seconds = sum(of.planner.price(op) * count for op, count in self.ran[0].items())
+        self.seconds = sum(of.price(op) * count for op, count in self.ran[0].items())
         self.state_bytes = taken[0]
         self.memory = RankMemory(
             schedule_steps(actions),
             of.pipeline.microbatches,
-            to_the_end=of.pipeline.name.upper() != "1F1B",  # which waits for each send before the next
+            to_the_end=not of.megatron and of.pipeline.name.upper() != "1F1B",  # which waits for each send
             here=frozenset(stage for stage in self.stages if stage + 1 in self.stages),
             optimizer=taken,
             preallocated=of.megatron,
-            reserved=of.planner.plain.live_by_category["activations"] if of.megatron else 0,  # what cuBLAS keeps
+            reserved=of.runner.held if of.megatron or of.step.ranks.fully_sharded else 0,
+            sharded=of.step.ranks.fully_sharded,
         )
-        self.plain = self._tried(chosen)
+
+    def peak(self, runs: Mapping[int, StageRun]) -> RankPeak:
+        """When the most bytes are alive, given runs of its stages."""
+        return self.memory.peak({stage: run.bytes for stage, run in runs.items()})
+
+    def made_of(self, runs: Mapping[int, StageRun]) -> dict[str, int]:
+        """The bytes of the peak by what they are for."""
+        uses = {stage: run.uses for stage, run in runs.items()}
+        return self.memory.made_of({stage: run.bytes for stage, run in runs.items()}, uses)
+
+
+class RankPlanner(PipelineRank):
+    """One rank of a pipeline, and plans for it; `plain` is that without recomputation."""
+
+    def __init__(self, of: PipelinePlanner, number: int) -> None:
+        super().__init__(of, number)
+        self._of, kinds = of, of.profile.costs.kinds
+        first = {stage: tuple(kinds[one.kind].options[0] for one in of.segments(stage)) for stage in self.stages}
+        self.plain = self._tried(first)
 
     def _tried(self, chosen: Chosen) -> TriedPlan:
-        runs = {stage: self._of.run(stage, options, self._kinds) for stage, options in chosen.items()}
-        return TriedPlan(chosen, runs, self.memory.peak({stage: run.bytes for stage, run in runs.items()}))
+        runs = {stage: self._of.run(stage, options, self.kinds) for stage, options in chosen.items()}
+        return TriedPlan(chosen, runs, self.peak(runs))
 
     def fitted(self, budget: Budget) -> tuple[TriedPlan, Limit]:
         """The cheapest choice for a budget, or that of the least need where none fits; the budget in bytes."""
@@ -247,12 +323,14 @@ class RankPlanner:
         stages: dict[int, StageBytes] = {}
         for stage, found in tried.bytes.items():
             forward, backward, saved = _most(single[stage], chosen[stage])
-            new = {kind: found.own[kind, True] if kind == WEIGHTS else backward - LIFT for kind, _ in found.own}
+            as_seen = (WEIGHTS, REDUCE)
+            new = {kind: found.own[kind, True] if kind in as_seen else backward - LIFT for kind, _ in found.own}
             new[FORWARD] = forward - LIFT
             stages[stage] = replace(
                 found,
                 whole_bytes=found.whole_bytes + saved - sum(_saved(tried.chosen[stage])),
                 own={(kind, g): nbytes - found.own[kind, True] + new[kind] for (kind, g), nbytes in found.own.items()},
+                after={key: nbytes - found.own[key[0], True] + new[key[0]] for key, nbytes in found.after.items()},
             )
         return self.memory.peak(stages).bytes
 
@@ -337,7 +415,7 @@ class RankPlanner:
         of, microbatches = self._of, self._of.pipeline.microbatches
         kinds = kinds_for_all({name: Kind(kind.options) for name, kind in of.profile.costs.kinds.items()}, times)
         bound_seconds = 0.0
-        if INPUTS not in self._kinds:  # the bound knows nothing of halves of backwards that wait
+        if INPUTS not in self.kinds:  # the bound knows nothing of halves of backwards that wait
             costs = self._costs(self.plain, self.memory.fullest(self.plain.bytes))
             bound_seconds = bound(costs, max(wanted, tried.peak.bytes))
         found: list[Plan] = []

@@ -18,17 +18,20 @@ start, and what it receives is part of what a microbatch keeps. Bytes are exact,
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import mul
 
-from .schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, ScheduleStep
+from ..simulation.recording import SHARDING
+from .schedules import BACKWARD, FORWARD, INPUTS, REDUCE, WEIGHTS, ScheduleStep, with_reductions
 
 _WORDS = {
     FORWARD: "a forward",
     BACKWARD: "a backward",
     INPUTS: "a backward for inputs",
     WEIGHTS: "a backward for weights",
+    REDUCE: "the reduction of gradients",
 }
 
 
@@ -47,6 +50,15 @@ class StageBytes:
     own: Mapping[tuple[str, bool], int]
     """The most that an action takes, with all that is kept of its own microbatch: by its kind, and by whether the
     stage's gradients existed before."""
+    after: Mapping[tuple[str, bool, str], int] = field(default_factory=dict[tuple[str, bool, str], int])
+    """The same where weights are sharded, also by the kind of the stage's action before; "" before the first."""
+    gathered: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Then bytes of whole weights, by the kind of the stage's last action."""
+    reduced_bytes: int = 0  # then of the gradients once they have been reduced
+
+    def gradients_after(self, last: str) -> int:
+        """The bytes of gradients after an action."""
+        return self.reduced_bytes if last == REDUCE else self.gradient_bytes
 
 
 @dataclass(frozen=True)
@@ -70,20 +82,70 @@ class RankMemory:
         optimizer: tuple[int, int] = (0, 0),  # bytes of its state, and the most that its step takes besides
         preallocated: bool = False,  # whether gradients have buffers from the start
         reserved: int = 0,  # bytes that something else holds throughout the step
+        sharded: bool = False,  # whether gradients are reduced after a stage's last backward
     ) -> None:
         if preallocated:  # nothing is kept of microbatches that are through: one action with so much in flight will do
             steps = list({(s.action.stage, s.action.kind, *map(s.live, s.forwards)): s for s in steps}.values())
-        self.steps = steps
+        every = with_reductions(steps) if sharded else steps
+        self.steps = [step for step in every if step.action.kind != REDUCE]
+        self._reductions = [step for step in every if step.action.kind == REDUCE]
         self.stages = sorted(steps[0].forwards)
         self._microbatches, self._to_the_end, self._here = microbatches, to_the_end, here
         self._optimizer, self._preallocated, self._reserved = optimizer, preallocated, reserved
         self._filling = {s: max(step.live(s) for step in steps) for s in self.stages}
-        self._counts = {id(step): [(s, self._alive(s, step)) for s in self.stages] for step in steps}
+        self._sharded = sharded
+        self._counts = {id(step): [(s, self._alive(s, step)) for s in self.stages] for step in every}
+        last, self._last = dict.fromkeys(self.stages, ""), dict[int, dict[int, str]]()
+        for step in every:
+            self._last[id(step)] = dict(last)
+            last[step.action.stage] = step.action.kind
+
+    def before(self, kind: str) -> Counter[tuple[int, str]]:
+        """How often each stage does an action of some kind after one of each other kind."""
+        steps = (step for step in (*self.steps, *self._reductions) if step.action.kind == kind)
+        return Counter((step.action.stage, self._last[id(step)][step.action.stage]) for step in steps)
 
     def _static(self, stages: Mapping[int, StageBytes]) -> int:
         each = [stages[stage] for stage in self.stages]
-        buffers = self._microbatches * sum(s.batch_bytes + s.input_bytes + s.output_bytes for s in each)
-        return sum(stage.static_bytes for stage in each) + buffers + self._optimizer[0] + self._reserved
+        return sum(stage.static_bytes for stage in each) + self._sent(each) + self._optimizer[0] + self._reserved
+
+    def _sent(self, stages: Sequence[StageBytes]) -> int:
+        """The bytes of the batch, and of the buffers that are there throughout the step."""
+        return self._microbatches * sum(s.batch_bytes + s.input_bytes + s.output_bytes for s in stages)
+
+    def made_of(
+        self, stages: Mapping[int, StageBytes], uses: Mapping[int, Mapping[str, Mapping[str, int]]]
+    ) -> dict[str, int]:
+        """Returns the bytes of the peak by what they are for; they sum to it.
+
+        Args:
+            stages: The bytes of each.
+            uses: Of each, see `StageRun.uses`.
+        """
+        peak, each = self.peak(stages), [stages[stage] for stage in self.stages]
+        found = {
+            "weights": sum(stage.static_bytes for stage in each),
+            "gradients": sum(map(self._at_the_end, each)),
+            "states": self._optimizer[0],
+            "batch and output": self._sent(each),
+        }
+        if peak.step is None:
+            return {**found, "transient": peak.bytes - sum(found.values())}
+        action, counts = peak.step.action, self._counts[id(peak.step)]
+        last = self._last[id(peak.step)]
+        found["gradients"] = sum(stages[stage].gradients_after(last[stage]) * count[0] for stage, count in counts)
+        if not counts[self.stages.index(action.stage)][1][0]:  # those that this backward makes
+            running = stages[action.stage]
+            with_them = running.after.get((action.kind, False, last[action.stage]), running.own[action.kind, False])
+            found["gradients"] += max(0, with_them - running.own[action.kind, True])
+        found["batch and output"] += sum(
+            stages[stage].input_bytes * count[4] + stages[stage].output_bytes * count[5] for stage, count in counts
+        )
+        use = dict(uses[action.stage].get(action.kind, {}))
+        gathered = sum(stages[stage].gathered.get(last[stage], 0) for stage in self.stages)
+        found["loss"], found["buffers of ranks"] = use.get("loss", 0), use.get(SHARDING, 0) + gathered
+        found["transient"] = use.get("transient", 0) + self._reserved
+        return {**found, "kept by layers": peak.bytes - sum(found.values())}
 
     def at(self, stages: Mapping[int, StageBytes], step: ScheduleStep) -> int:
         """The most bytes that are alive during one of its actions."""
@@ -93,12 +155,16 @@ class RankMemory:
         """Of these, the bytes that other actions may not have."""
         action = step.action
         stage = stages[action.stage]
-        own = stage.own[action.kind, self._preallocated or step.weights[action.stage] > 0]
+        last = self._last[id(step)]
+        had = self._preallocated or step.weights[action.stage] > 0
+        own = stage.after.get((action.kind, had, last[action.stage]), stage.own[action.kind, had])
         if action.kind in (BACKWARD, INPUTS) and action.stage in self._here:
             own -= stage.output_bytes  # it is in the buffer of the next
         for number, counts in self._counts[id(step)]:
-            s = stages[number]
-            each = s.gradient_bytes, s.whole_bytes, s.half_bytes, s.through_bytes, s.input_bytes, s.output_bytes
+            s, before = stages[number], last[number]
+            own += s.gathered.get(before, 0)
+            gradients = s.gradients_after(before)
+            each = gradients, s.whole_bytes, s.half_bytes, s.through_bytes, s.input_bytes, s.output_bytes
             own += sum(map(mul, counts, each))
         return own
 
@@ -119,12 +185,16 @@ class RankMemory:
 
     def after(self, stages: Mapping[int, StageBytes]) -> list[RankPeak]:
         """The peaks where the last stage's outputs are joined, and in the optimizer's step."""
-        base = self._static(stages) + sum(stages[s].gradient_bytes for s in self.stages)
+        base = self._static(stages) + sum(self._at_the_end(stages[s]) for s in self.stages)
         through = sum(stages[s].through_bytes for s in self.stages) * self._microbatches
         found = [RankPeak(base + self._optimizer[1], None, "in the optimizer's step")]
         if through:
             found.append(RankPeak(base + 2 * through, None, "where the microbatches' outputs are joined"))
         return found
+
+    def _at_the_end(self, stage: StageBytes) -> int:
+        """The bytes of its gradients."""
+        return stage.gradients_after(REDUCE if self._sharded else "")
 
     def fullest(self, stages: Mapping[int, StageBytes]) -> ScheduleStep:
         """The action during which the most is alive."""
@@ -132,6 +202,8 @@ class RankMemory:
 
     def peak(self, stages: Mapping[int, StageBytes]) -> RankPeak:
         """When the most bytes are alive."""
-        most = self.fullest(stages)
-        found = RankPeak(self.at(stages, most), most, f"in {_WORDS[most.action.kind]} of stage {most.action.stage}")
-        return max([found, *self.after(stages)], key=lambda peak: peak.bytes)
+        found = [
+            RankPeak(self.at(stages, step), step, f"in {_WORDS[step.action.kind]} of stage {step.action.stage}")
+            for step in (self.fullest(stages), *self._reductions)
+        ]
+        return max([*found, *self.after(stages)], key=lambda peak: peak.bytes)

@@ -26,6 +26,7 @@ from .. import errors
 from ..plan.stages import Stages
 
 FORWARD, BACKWARD, INPUTS, WEIGHTS = "F", "B", "I", "W"
+REDUCE = "R"  # of a stage's gradients over the ranks that share its weights, once after its last backward
 
 
 @dataclass(frozen=True, order=True)
@@ -85,6 +86,20 @@ def schedule_steps(actions: Sequence[Action]) -> tuple[ScheduleStep, ...]:
             counter[action.stage] += 1
         ended.add(action)
     return tuple(found)
+
+
+def with_reductions(steps: Sequence[ScheduleStep]) -> list[ScheduleStep]:
+    """The actions of a rank, and after the last backward of each stage the reduction of its gradients."""
+    last = {step.action.stage: number for number, step in enumerate(steps) if step.action.kind != FORWARD}
+    found: list[ScheduleStep] = []
+    for number, step in enumerate(steps):
+        found.append(step)
+        stage = step.action.stage
+        if last.get(stage) == number:
+            inputs, weights = ({**before, stage: before[stage] + 1} for before in (step.inputs, step.weights))
+            action = Action(stage, REDUCE, step.action.microbatch)
+            found.append(ScheduleStep(action, step.forwards, inputs, weights))
+    return found
 
 
 def _check(action: Action, ended: set[Action]) -> None:

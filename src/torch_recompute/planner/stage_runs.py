@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -26,23 +26,23 @@ from torch import nn
 from .. import _torch
 from .._torch.fakes import FakeTensorMode
 from .._torch.ranks import backward_for_inputs, backward_for_weights, let_go
-from ..memory.ledger import OTHER, storages
+from ..memory.ledger import ACTIVATIONS, OTHER, storages
 from ..memory.operations import ModuleStack, Operation, Storages
 from ..plan.apply import apply
+from ..plan.choice import joined
 from ..plan.plan import Plan
 from ..simulation import Moment
 from ..simulation.context_parallel import share_context
 from ..simulation.copies import Faker
 from ..simulation.experts import share_experts
 from ..simulation.fake_mode import FakeMode
-from ..simulation.fully_sharded import dtype_of
-from ..simulation.recording import Recording
-from ..simulation.step import step_as_there
-from ..training_step import loss_of
-from .ops import Op, op_of
-from .planner import Planner
+from ..simulation.fully_sharded import ShardedStages, dtype_of, stages_of
+from ..simulation.recording import SHARDING, Recording
+from ..simulation.step import held_by_libraries, step_as_there, where_it_runs
+from ..training_step import TrainingStep, loss_of
+from .ops import Op, logging, op_of
 from .rank_memory import StageBytes
-from .schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS
+from .schedules import BACKWARD, FORWARD, INPUTS, REDUCE, WEIGHTS
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,13 @@ class StageRun:
     """The second microbatch's, without what was alive before it, up to the gradients of the stage's inputs."""
     ran: Counter[Op]  # of one microbatch
     parameters: tuple[str, ...]  # those that it reads
+    replayed: Counter[Op] = field(default_factory=Counter[Op])  # of these, what ran again
+    uses: Mapping[str, Mapping[str, int]] = field(default_factory=dict[str, dict[str, int]])
+    """Of what the second microbatch takes where an action of each kind takes the most, the bytes that it does not keep,
+    by what they are for."""
+    order: tuple[Op, ...] = ()  # of one microbatch, where ranks that share weights send beside it
+    more: Mapping[str, Counter[Op]] = field(default_factory=dict[str, Counter[Op]])
+    """What these send besides: in a forward by the kind of the action before it, and in the reduction."""
 
 
 @dataclass
@@ -64,8 +71,11 @@ class _Layer:
     places: list[int] = field(default_factory=list[int])
     inputs: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     output: Any = None
+    ran: list[Op] = field(default_factory=list[Op])  # in its forward
+    running: bool = False
 
     def enter(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        self.running = True
         leaves = _torch.tree_leaves((args, kwargs))
         floats = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.is_floating_point()]
         self.places = [i for i in floats if leaves[i].requires_grad] or floats[:1]
@@ -74,7 +84,13 @@ class _Layer:
     def leave(self, _: nn.Module, args: Any, result: Any) -> None:
         leaves, spec = _torch.tree_flatten(result)
         leaves = [x.detach() if isinstance(x, torch.Tensor) else x for x in leaves]
-        self.output = _torch.tree_unflatten(leaves, spec)
+        self.output, self.running = _torch.tree_unflatten(leaves, spec), False
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What layers that are alike have in common: the operations of a forward, and which tensors are trained."""
+        weights = (weight.requires_grad for weight in self.module.parameters())
+        return tuple(self.ran), tuple(weights), self.module.training
 
     @contextlib.contextmanager
     def replaced(self, forward: Callable[..., Any]) -> Generator[None]:
@@ -95,29 +111,59 @@ class StageRunner:
     """A model that can be run stage by stage.
 
     Args:
-        planner: What is known of the model and of a call with one microbatch.
+        step: A step with one microbatch.
+        paths: The layers, in their order.
         stages: The layers of each stage: the first, and the first of the next.
         release: Whether the runtime releases what it has sent and what it receives as soon as autograd does.
     """
 
-    def __init__(self, planner: Planner, stages: Sequence[tuple[int, int]], release: bool) -> None:
+    def __init__(
+        self, step: TrainingStep, paths: Sequence[str], stages: Sequence[tuple[int, int]], release: bool
+    ) -> None:
         fakes = FakeTensorMode()
-        self.device, self._rounding = planner.plain.device, planner.plain.rounding
+        self.device, self._rounding = where_it_runs(step)
         faker = Faker(fakes, self.device)
-        self.model: nn.Module = faker.copy(planner.step.model)
-        self.call, self._ranks = faker.arguments(*planner.step.call), planner.step.ranks
-        self.loss, self.stages, self.release = planner.step.loss or loss_of, stages, release
+        self.model: nn.Module = faker.copy(step.model)
+        self.call, self._ranks = faker.arguments(*step.call), step.ranks
+        self.loss, self.stages, self.release = step.loss or loss_of, stages, release
         self.modules = ModuleStack({id(module): path for path, module in self.model.named_modules()})
-        self.pretend = FakeMode(fakes, lambda: self.modules.now()[1], planner.step.where.target)
+        self.pretend = FakeMode(fakes, lambda: self.modules.now()[1], step.where.target)
         with self.pretend:
             share_context(self.model, self._ranks)
             share_experts(self.model, self._ranks)
-        self.layers = [_Layer(self.model.get_submodule(path)) for path in planner.paths]
+            self.sharded = stages_of(self.model, self._ranks, self.modules)
+        self.held = held_by_libraries(self.pretend, self.device)
+        self._reads: tuple[set[int], set[int]] = set(), set()  # of the root's weights, before and after the layers
+        self.layers = [_Layer(self.model.get_submodule(path)) for path in paths]
         with self._running(), contextlib.ExitStack() as stack:  # the first run
+            stack.enter_context(logging(self._first_ran))
             for layer in self.layers:
                 stack.callback(layer.module.register_forward_pre_hook(layer.enter, with_kwargs=True).remove)
                 stack.callback(layer.module.register_forward_hook(layer.leave).remove)
-            self.model(*self.call[0], **self.call[1])
+            args, kwargs = self.call
+            if self.sharded is not None:
+                args, kwargs = self.sharded.root.before_forward(self.model, args, kwargs)
+            self.model(*args, **kwargs)
+            if self.sharded is not None:
+                self.sharded.forget()
+
+    def _first_ran(self, op: Op, ran: Operation) -> None:
+        for layer in self.layers:
+            if layer.running:
+                layer.ran.append(op)
+        if self.sharded is not None and not self.modules.now()[1].endswith(SHARDING):
+            begun, ended = (one.running or one.output is not None for one in (self.layers[0], self.layers[-1]))
+            for _, storage in ran.given:
+                number = self.sharded.root_weight(storage)
+                if number is not None:
+                    for part, runs in zip(self._reads, (not ended, begun), strict=True):
+                        part.update((number,) if runs else ())
+
+    def _weights_of_root(self, stage: int) -> set[int]:
+        """The numbers of the weights outside of layers that a stage reads; those between layers are on each."""
+        first, last = self._reads
+        ends = (first - last if stage == 0 else set[int]()) | (last - first if stage == len(self.stages) - 1 else set())
+        return ends | (first & last)
 
     def recording(self, watch: Any) -> _StageRecording:
         """Returns an empty recording."""
@@ -164,7 +210,11 @@ class StageRunner:
         with self._running():
             handle = apply(self.model, plan)
             try:
-                return _Microbatches(self, stage, halves).result()
+                if self.sharded is None:
+                    return _Microbatches(self, stage, halves).result()
+                layers = [layer.module for layer in self.layers[slice(*self.stages[stage])]]
+                self.sharded.run(layers, self._weights_of_root(stage))
+                return _ShardedMicrobatches(self, stage, self.sharded).result()
             finally:
                 handle.remove()
 
@@ -228,16 +278,23 @@ class _Microbatches:
         self._is_first, self._is_last = stage == 0, stage == len(runner.stages) - 1
         self._read: set[int] = set()
         self._ran: Counter[Op] = Counter()
+        self._replayed: Counter[Op] = Counter()
+        self._uses: dict[str, dict[str, int]] = {}
+        self._began = 0  # the event before the microbatch
         self._recording = runner.recording(self._seen)
         self._given: list[torch.Tensor] = []
+        self._entered: list[torch.Tensor] = []  # the same as the root of a sharded stage gives them on
         self._out: Any = None
         self._kept: list[Any] = []
         self._own: dict[tuple[str, bool], int] = {}
         self._end = 0
 
-    def _seen(self, _: str, ran: Operation) -> None:
+    def _seen(self, phase: str, ran: Operation) -> None:
         self._read.update(id(storage) for _, storage in ran.given)
-        self._ran.update(filter(None, [op_of(ran)]))
+        op = op_of(ran)
+        if op is not None:
+            self._ran[op] += 1
+            self._replayed[op] += phase == "replay"
 
     @property
     def _live(self) -> int:
@@ -251,17 +308,13 @@ class _Microbatches:
         """Runs them."""
         of, at = self._of, self._recording.at
         with of.modules.following(), self._recording, self._gates():
-            self._microbatch(again=False)
-            before, start = self._live, len(self._timeline)
-            self._ran.clear()
-            whole, half, through = self._microbatch(again=True)
+            before, start, (whole, half, through) = self._run()
         timeline = tuple(
             Moment(s.event, s.op, s.live_bytes - before, at[s.event].phase, at[s.event].module)
             for s in self._timeline[start : self._end]
             if s.event in at
         )
-        named = (*of.model.named_parameters(), *of.model.named_buffers())
-        mine = {name: tensor for name, tensor in named if self._owns(tensor)}
+        mine = self._mine()
         received = 0 if self._is_first else of.bytes_of(of.layers[self._start].inputs)
         # One that releases has no buffers for what it sends and receives, nor for the batch.
         buffers = (0, 0, 0) if of.release else (self._batch_bytes(), received, self._sent_bytes)
@@ -276,7 +329,21 @@ class _Microbatches:
             through_bytes=through,
             own=self._own,
         )
-        return StageRun(figures, timeline, self._ran, tuple(n for n, _ in of.model.named_parameters() if n in mine))
+        names = tuple(name for name, tensor in mine.items() if isinstance(tensor, nn.Parameter))
+        return StageRun(figures, timeline, self._ran, names, +self._replayed, self._uses)
+
+    def _run(self) -> tuple[int, int, tuple[int, int, int]]:
+        """Runs the microbatches; returns what is alive before the last, where it begins, and what it keeps."""
+        self._microbatch(again=False)
+        before, start = self._live, len(self._timeline)
+        self._ran.clear()
+        self._replayed.clear()
+        return before, start, self._microbatch(again=True)
+
+    def _mine(self) -> dict[str, torch.Tensor]:
+        """The weights and buffers of the stage, by name."""
+        named = (*self._of.model.named_parameters(), *self._of.model.named_buffers())
+        return {name: tensor for name, tensor in named if self._owns(tensor)}
 
     def _owns(self, tensor: torch.Tensor) -> bool:
         return id(tensor) in self._own_tensors or any(id(storage) in self._read for _, storage in storages(tensor))
@@ -298,11 +365,12 @@ class _Microbatches:
         Between the halves what has been sent is not counted, nor what is kept to the end.
         """
         of = self._of
-        level, start = self._live, len(self._timeline)
+        level, start, self._began = self._live, len(self._timeline), self._recording.events
         self._given = [] if self._is_first else [_like(x) for x in of.layers[self._start].inputs]
         if of.release:
             self._recording.track(*self._given)
         self._forward()
+        self._recording.forward_is_over()
         self._note(FORWARD, again, start, level)
         outputs: list[Any] = (
             self._kept[-1][-1:] if self._is_last else [x for x in _tensors(self._out) if x.requires_grad]
@@ -368,6 +436,16 @@ class _Microbatches:
         """Notes the most that was alive since some sample above a level."""
         live = [sample.live_bytes for sample in self._timeline[start:]]
         self._own[kind, again] = max([*live, self._live]) - level
+        if again and live:
+            self._uses[kind] = self._used(self._timeline[start + live.index(max(live))].event)
+
+    def _used(self, event: int) -> dict[str, int]:
+        """Bytes that the microbatch takes besides what it keeps, after an event, by what they are for."""
+        alive = self._recording.here.alive_after(event)
+        new = [(one, nbytes) for one, nbytes in alive if one.rank == ACTIVATIONS and one.place.event > self._began]
+        found = self._recording.by_use(new)
+        del found["saved"]
+        return found
 
     def _forward(self) -> None:
         """The forward of the stage, on the last one with the loss; leaves its output in `_out`."""
@@ -403,15 +481,20 @@ class _Microbatches:
     def _entering(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def enter(*args: Any, **kwargs: Any) -> Any:
             leaves, spec = _torch.tree_flatten((args, kwargs))
-            for place, x in zip(self._of.layers[self._start].places, self._given, strict=True):
+            for place, x in zip(self._of.layers[self._start].places, self._entered or self._given, strict=True):
                 leaves[place] = x
             args, kwargs = _torch.tree_unflatten(leaves, spec)
             del leaves
             torch.set_grad_enabled(True)
-            self._recording.counting = True
+            self._entered, self._recording.counting = [], True
+            args, kwargs = self._enters(args, kwargs)
             return forward(*args, **kwargs)
 
         return enter
+
+    def _enters(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments of the stage's first layer."""
+        return args, kwargs
 
     def _leaving(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def leave(*args: Any, **kwargs: Any) -> Any:
@@ -419,6 +502,141 @@ class _Microbatches:
             raise _Left
 
         return leave
+
+
+class _Flight(NamedTuple):
+    """A microbatch between its forward and its backward."""
+
+    given: list[torch.Tensor]
+    outputs: list[torch.Tensor]
+    gradients: list[torch.Tensor] | None  # of the outputs
+    whole: int  # bytes that it keeps
+    kept: Any  # to the end of the step
+
+
+class _ShardedMicrobatches(_Microbatches):
+    """Three microbatches of a stage whose weights are sharded, in torch's runtime, and the reduction of its gradients.
+
+    What is gathered in an action depends on the one before it, so there are two forwards, two backwards, and one of
+    each in turn.
+    """
+
+    def __init__(self, runner: StageRunner, stage: int, sharded: ShardedStages) -> None:
+        super().__init__(runner, stage, False)
+        self._sharded = sharded
+        self._order: list[Op] = []
+        self._more: dict[str, Counter[Op]] = {}
+        self._after: dict[tuple[str, bool, str], int] = {}
+        self._gathered: dict[str, int] = {}
+        self._entry = next((unit for unit in sharded.units if unit.module is runner.layers[self._start].module), None)
+        self._exit = next((unit for unit in sharded.units if unit.module is runner.layers[self._stop - 1].module), None)
+
+    def _seen(self, phase: str, ran: Operation) -> None:
+        super()._seen(phase, ran)
+        self._order += filter(None, [op_of(ran)])
+
+    def _mine(self) -> dict[str, torch.Tensor]:
+        of, paths = self._of, {id(module): path for path, module in self._of.model.named_modules()}
+        shards = {joined(paths[id(module)], name): weight for module, name, weight in self._sharded.shards()}
+        return {**shards, **{name: x for name, x in of.model.named_buffers() if self._owns(x)}}
+
+    def result(self) -> StageRun:
+        found = super().result()
+        bytes_ = replace(found.bytes, gradient_bytes=self._whole_gradients, reduced_bytes=self._reduced)
+        bytes_ = replace(bytes_, after=self._after, gathered=self._gathered)
+        return replace(found, bytes=bytes_, order=tuple(self._order), more=self._more)
+
+    def _run(self) -> tuple[int, int, tuple[int, int, int]]:
+        of, flying, last, whole, through, before, start = self._of, list[_Flight](), "", 0, 0, 0, 0
+        for kind in (FORWARD, FORWARD, BACKWARD, BACKWARD, FORWARD, BACKWARD):
+            if kind == FORWARD:
+                before, start, self._began = self._live, len(self._timeline), self._recording.events
+                self._ran.clear(), self._replayed.clear(), self._order.clear()
+                flying.append(self._flight(last))
+                whole = flying[-1].whole
+                self._more.setdefault(last, Counter(op for op in self._order if op.sent_bytes is not None))
+            else:
+                through = self._end_of(flying.pop(0), last)
+            self._gathered[kind] = of.bytes_of(self._sharded.held)
+            last = kind
+        self._whole_gradients, level, first = of.bytes_of(self._sharded.gradients), self._live, len(self._timeline)
+        ran, order, replayed = self._ran.copy(), list(self._order), self._replayed.copy()
+        self._recording.counting, of.modules.step = True, "backward"
+        self._order.clear()
+        self._sharded.reduce()
+        self._recording.counting = False
+        self._more[REDUCE] = Counter(op for op in self._order if op.sent_bytes is not None)
+        self._ran, self._order, self._replayed = ran, order, replayed
+        self._reduced = of.bytes_of(self._sharded.gradients)
+        most = self._most(first, level)
+        self._own |= {(REDUCE, had): most for had in (False, True)}
+        self._uses[REDUCE] = {SHARDING: most}
+        return before, start, (whole, 0, through)
+
+    def _most(self, start: int, level: int) -> int:
+        """The most that was alive since some sample above a level."""
+        return max([*(sample.live_bytes for sample in self._timeline[start:]), self._live]) - level
+
+    def _flight(self, last: str) -> _Flight:
+        """A forward after an action of some kind."""
+        of, level, start = self._of, self._live, len(self._timeline)
+        held = of.bytes_of(self._sharded.held)
+        self._given = [] if self._is_first else [_like(x) for x in of.layers[self._start].inputs]
+        self._forward()
+        self._recording.forward_is_over()
+        self._note(FORWARD, True, start, level)
+        for had in (False, True):
+            self._own[FORWARD, had] = self._after[FORWARD, had, last] = self._own[FORWARD, True]
+        out = self._kept[-1][-1:] if self._is_last else [x for x in _tensors(self._out) if x.requires_grad]
+        shapes = [] if self._is_last else [(x.shape, x.stride(), x.dtype) for x in out]
+        gradients = [torch.empty_strided(*shape, dtype=dtype, device=of.device) for *shape, dtype in shapes]
+        whole = self._live - level - (of.bytes_of(self._sharded.held) - held)
+        return _Flight(self._given, list(out), gradients or None, whole, self._kept[-1] if self._is_last else ())
+
+    def _end_of(self, flight: _Flight, last: str) -> int:
+        """A backward after an action of some kind; returns what stays of the microbatch."""
+        of, sharded, had = self._of, self._sharded, bool(self._sharded.gradients)
+        level, start = self._live - flight.whole, len(self._timeline)
+        stays = of.bytes_of([*sharded.held, *sharded.gradients])
+        self._given, self._out, of.modules.step, self._recording.counting = flight.given, None, "backward", True
+        torch.autograd.backward(flight.outputs, flight.gradients)
+        self._gradients_made(BACKWARD, True, start, level)
+        self._after[BACKWARD, had, last] = self._own[BACKWARD, had] = self._own[BACKWARD, True]
+        self._recording.counting, self._given, kept = False, [], flight.kept
+        del flight
+        let_go(kept)
+        return self._live - level - (of.bytes_of([*sharded.held, *sharded.gradients]) - stays)
+
+    def _forward(self) -> None:
+        of, recording, root = self._of, self._recording, self._sharded.root
+        args, kwargs = of.call
+        of.modules.step, recording.counting = "forward", True
+        if self._is_first:
+            args, kwargs = root.before_forward(of.model, args, kwargs)
+        else:
+            given, _ = root.before_forward(of.model, tuple(self._given), {})
+            self._entered, recording.counting, recording.preparing = list(given), False, True
+            if self._entry is not None:
+                self._entry.active = False
+        try:
+            with torch.set_grad_enabled(self._is_first):
+                self._out = of.model(*args, **kwargs)
+        except _Left:
+            if self._exit is not None:
+                self._exit.after_forward(self._exit.module, None, self._out)
+        with torch.enable_grad():
+            root.after_forward(of.model, None, self._out)
+        if self._is_last:
+            of.modules.step = "loss"
+            self._kept.append((*_tensors(self._out), of.loss(self._out)))
+        recording.counting = recording.preparing = False
+        recording.prepared.clear()
+
+    def _enters(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if self._entry is None:
+            return args, kwargs
+        self._entry.active = True
+        return self._entry.before_forward(self._entry.module, args, kwargs)
 
 
 class _Left(Exception):

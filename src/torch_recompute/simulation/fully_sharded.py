@@ -12,6 +12,10 @@ model does what `torch.distributed.fsdp.fully_shard` does, in its order, with co
     after it           weights are freed; gradients are copied into one buffer in the reduction's type, which stays
                        until the next unit reduces, and this rank's share becomes the gradient of its shards
 
+In a pipeline (`stages_of`) torch's runtime has each stage as a root of its own. What a backward has gathered stays until
+after the next forward, or with `zero` 2 to the end of the step; gradients of microbatches are added up whole, in the
+reduction's type, and are reduced once.
+
 A unit is a layer, and what is left is the root's, as PyTorch's tutorial wraps a model; the experts of a layer that an
 expert-parallel group shares are a unit of their own, over the ranks that have the same ones. The root's weights are
 whole from its forward to the end of backward, and its gradients, whose modules are the first and the last, as long.
@@ -22,6 +26,7 @@ DTensors, which no copy of a model can hold beside the group of a user's own run
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -75,6 +80,11 @@ def _cast(things: Any, dtype: torch.dtype | None) -> Any:
     )
 
 
+def stages_of(model: nn.Module, ranks: Ranks, modules: ModuleStack) -> ShardedStages | None:
+    """Shards a fake model in place whose stages a pipeline runs, if these ranks do; see `shard`."""
+    return ShardedStages(model, ranks, modules) if ranks.fully_sharded else None
+
+
 def shard(model: nn.Module, ranks: Ranks, modules: ModuleStack) -> None:
     """Shards a fake model in place, if these ranks do. Its parameters are then the shards of the first rank.
 
@@ -100,16 +110,17 @@ class _Weight:
                 "element."
             )
         rows, *rest = weight.shape
-        self._places, self._shape = places, weight.shape
+        self.places, self._shape = places, weight.shape
         self.shard = nn.Parameter(weight.new_empty(-(-rows // ranks), *rest), weight.requires_grad)
         self.whole: nn.Parameter | None = None
+        self.added: torch.Tensor | None = None  # of gradients, in the type in which they are reduced
         self._flat: Any = None
         self._bytes = 0
         self.put(self.shard)
 
     def put(self, weight: nn.Parameter) -> None:
         """Makes the modules hold the shard, or the whole."""
-        for module, name in self._places:
+        for module, name in self.places:
             setattr(module, name, weight)
 
     def allocate(self, ranks: int, dtype: torch.dtype) -> torch.Tensor:
@@ -122,6 +133,11 @@ class _Weight:
         else:
             self._flat.untyped_storage().resize_(self._bytes)
         return self._flat.view(ranks, -1)
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """The whole one, as it is to be reduced."""
+        return self.added if self.added is not None or self.whole is None else self.whole.grad
 
     def free(self) -> None:
         """Frees the whole weight; what autograd has saved of it is there again when it is gathered."""
@@ -136,19 +152,30 @@ class _Unit:
     """Weights that are gathered and reduced together."""
 
     def __init__(self, of: _Fsdp, module: nn.Module, weights: list[_Weight], ranks: int, stays: bool) -> None:
-        self._of, self._weights, self._ranks, self._stays = of, weights, ranks, stays
+        self._of, self.all_weights, self._ranks, self._stays = of, weights, ranks, stays
+        self.module = module
         self._group = of.all_ranks.group("shard", ranks)
         self._state = ""
-        self._gathered: torch.Tensor | None = None
+        self.gathered: torch.Tensor | None = None
         self._whole = False
         self._calls: list[int] = []
         self._reduced: torch.Tensor | None = None
+        self.active = True
         kind = type(module)
         module.__class__ = type(f"FSDP{kind.__name__}", (FullyShardedModule, kind), {})
-        module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
-        module.register_forward_hook(self._after_forward)
+        if not of.by_hand(module):
+            module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self.after_forward)
 
-    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    @property
+    def weights(self) -> list[_Weight]:
+        """Those that the running stage has."""
+        return [weight for weight in self.all_weights if self._of.has(weight)]
+
+    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Gathers the weights; the module's inputs then lead to the end of its backward."""
+        if not self.active:
+            return args, kwargs
         args, kwargs = _cast((args, kwargs), self._of.dtype) if self._of.dtype else (args, kwargs)
         self.gather()
         if self._state == BACKWARD:  # a replay within a unit around this one
@@ -165,13 +192,14 @@ class _Unit:
         args, kwargs = _torch.tree_unflatten(leaves, spec)
         return args, kwargs
 
-    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._state == BACKWARD:
+    def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Frees the weights, unless they stay; the module's outputs then lead to the beginning of its backward."""
+        if self._state == BACKWARD or not self.active:
             return
         self._state = ""
         if not _torch.in_backward():  # nor a replay
             if not self._stays:
-                self._free()
+                self.free()
             self._calls.append(len(self._of.order))
             self._of.order.append(self)
         for x in _torch.tree_leaves(output):
@@ -192,45 +220,46 @@ class _Unit:
 
     def gather(self) -> None:
         """Gathers the weights into one buffer, unless they are there or on their way."""
-        if self._whole or self._gathered is not None or not self._weights:
+        if self._whole or self.gathered is not None or not self.weights:
             return
         of = self._of
-        shards = [weight.shard.detach().view(-1) for weight in self._weights]
+        shards = [weight.shard.detach().view(-1) for weight in self.weights]
         sizes = [shard.numel() for shard in shards]
         dtype = of.dtype or shards[0].dtype
         with of.booking(), torch.no_grad():
             if self._ranks == 1:
-                self._gathered = shards[0].new_empty(0, dtype=dtype)
+                self.gathered = shards[0].new_empty(0, dtype=dtype)
                 return
             if dtype == shards[0].dtype:  # they are copied into the buffer, which takes nothing more
                 own = shards[0].as_strided((sum(sizes),), (0,))
             else:
                 own = shards[0].new_empty(sum(sizes), dtype=dtype)
                 copy_all(own.split(sizes), shards)
-            self._gathered = _collectives.all_gather_into_tensor(own, self._ranks, self._group)
+            self.gathered = _collectives.all_gather_into_tensor(own, self._ranks, self._group)
 
     def _copy_out(self, *, overlaps: bool) -> None:
-        if self._gathered is None:
+        if self.gathered is None:
             return
-        of, gathered = self._of, self._gathered
+        of, gathered = self._of, self.gathered
         if overlaps:
             of.overlapped = None
-        sizes = [weight.shard.numel() for weight in self._weights]
+        sizes = [weight.shard.numel() for weight in self.weights]
         with of.booking(), torch.no_grad():
-            rows = [weight.allocate(self._ranks, gathered.dtype) for weight in self._weights]
+            rows = [weight.allocate(self._ranks, gathered.dtype) for weight in self.weights]
             if self._ranks == 1:
-                copy_all(rows, [weight.shard.detach().view(1, -1) for weight in self._weights])
+                copy_all(rows, [weight.shard.detach().view(1, -1) for weight in self.weights])
             else:
                 torch.split_with_sizes_copy(gathered.view(self._ranks, -1), sizes, 1, out=rows)
-        for weight in self._weights:
+        for weight in self.weights:
             weight.put(cast("nn.Parameter", weight.whole))
         self._whole = True
         of.overlapped = gathered if overlaps else None
-        self._gathered = None
+        self.gathered = None
 
-    def _free(self) -> None:
+    def free(self) -> None:
+        """Frees the whole weights."""
         if self._whole:
-            for weight in self._weights:
+            for weight in self.weights:
                 weight.put(weight.shard)
                 weight.free()
         self._whole = False
@@ -240,13 +269,33 @@ class _Unit:
         if self._state == REDUCED:
             return
         self._state = REDUCED
-        weights = [weight for weight in self._weights if weight.whole is not None and weight.whole.grad is not None]
+        if self._of.adds_up:
+            with self._of.booking(), torch.no_grad():
+                self.add_up()
+            return
+        self.reduce()
+
+    def add_up(self) -> None:
+        """Adds the gradients of a microbatch to those before, in the type in which they are reduced."""
+        dtype = self._of.reduce_dtype
+        for weight in self.weights:
+            grad = None if weight.whole is None else weight.whole.grad
+            if grad is None or dtype in (None, grad.dtype):
+                continue
+            weight.whole.grad = None
+            if weight.added is None:
+                weight.added = grad.to(dtype)
+            else:
+                weight.added += grad
+
+    def reduce(self) -> None:
+        """Frees the weights and reduces their gradients."""
+        weights = [weight for weight in self.weights if weight.gradient is not None]
         grads: list[torch.Tensor] = []
         for weight in weights:
-            whole = cast("nn.Parameter", weight.whole)
-            grads.append(cast("torch.Tensor", whole.grad))
-            whole.grad = None
-        self._free()
+            grads.append(cast("torch.Tensor", weight.gradient))
+            cast("nn.Parameter", weight.whole).grad = weight.added = None
+        self.free()
         self._of.reducing = None
         if grads:
             with self._of.booking(), torch.no_grad():
@@ -274,11 +323,15 @@ class _Unit:
                 weight.shard.grad.add_(share)
         of.reducing = given
 
+    def rest(self) -> None:
+        """Ends the backward of one microbatch, of which more follow."""
+        self._state = ""
+
     def ended(self) -> None:
         """Forgets the backward. The next step makes whole weights of its own, so that a recording sees them made."""
-        for weight in self._weights:
+        for weight in self.weights:
             weight.whole = None
-        self._state, self._gathered, self._reduced = "", None, None
+        self._state, self.gathered, self._reduced = "", None, None
         self._calls.clear()
 
 
@@ -299,6 +352,8 @@ class _AfterBackward(torch.autograd.Function):
 class _Fsdp:
     """The units of a model, in the order of their modules with the root last, and what they hold together."""
 
+    adds_up = False  # whether gradients wait, whole, for a reduction at the end
+
     def __init__(self, model: nn.Module, ranks: Ranks, modules: ModuleStack) -> None:
         self.all_ranks, self.replicas, self._modules = ranks, ranks.replicas, modules
         self.dtype, self.reduce_dtype = dtype_of(ranks.param_dtype), dtype_of(ranks.reduce_dtype)
@@ -313,7 +368,7 @@ class _Fsdp:
         for path in paths:
             module, count = model.get_submodule(path), ranks.shards // (ranks.ep if path in experts else 1)
             weights = self._weights(module, taken, count)
-            self.units.append(_Unit(self, module, weights, count, stays=not path or ranks.zero == 2))
+            self.units.append(_Unit(self, module, weights, count, stays=not path or ranks.keeps_gathered))
 
     def _weights(self, module: nn.Module, taken: set[int], ranks: int) -> list[_Weight]:
         """Shards the weights of a unit, which are all of its module's that no unit before it has `taken`."""
@@ -325,6 +380,14 @@ class _Fsdp:
                 weights[id(weight)] = weight
         taken.update(id(part) for part in module.modules())
         return [_Weight(places[key], weight, ranks) for key, weight in weights.items()]
+
+    def by_hand(self, module: nn.Module) -> bool:
+        """Whether a module's unit is told of its forward by a runner, instead of by hooks."""
+        return False
+
+    def has(self, weight: _Weight) -> bool:
+        """Whether the running stage has a weight of the root."""
+        return True
 
     def booking(self) -> Any:
         """A context whose memory is FSDP's."""
@@ -343,4 +406,84 @@ class _Fsdp:
         for unit in self.units:
             unit.ended()
         self.reducing = None
+        self.order.clear()
+
+
+class ShardedStages(_Fsdp):
+    """The units of a model of which one stage at a time runs, as torch's pipeline runs stages that are sharded."""
+
+    adds_up = True
+
+    def __init__(self, model: nn.Module, ranks: Ranks, modules: ModuleStack) -> None:
+        self._model, self._elsewhere = model, frozenset[int]()
+        super().__init__(model, ranks, modules)
+
+    @property
+    def root(self) -> _Unit:
+        """The unit of what is in no layer."""
+        return self.units[-1]
+
+    def by_hand(self, module: nn.Module) -> bool:
+        """The root's: a stage is a root of its own."""
+        return module is self._model
+
+    def has(self, weight: _Weight) -> bool:
+        """Whether the running stage has a weight of the root."""
+        return id(weight) not in self._elsewhere
+
+    def root_weight(self, storage: torch.UntypedStorage) -> int | None:
+        """The number of the root's weight whose whole lies in a storage."""
+        for number, weight in enumerate(self.root.all_weights):
+            if weight.whole is not None and weight.whole.untyped_storage() is storage:
+                return number
+        return None
+
+    def run(self, layers: Iterable[nn.Module], own: Collection[int] | None = None) -> None:
+        """Says which layers run, and which of the root's weights are with them; None for all."""
+        parts = {id(part) for layer in layers for part in layer.modules()}
+        for unit in self.units:
+            unit.active = unit is self.root or id(unit.module) in parts
+        others = (weight for number, weight in enumerate(self.root.all_weights) if own is not None and number not in own)
+        self._elsewhere = frozenset(map(id, others))
+
+    def _running(self) -> Iterator[_Weight]:
+        return (weight for unit in self.units if unit.active for weight in unit.weights)
+
+    def shards(self) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+        """Of the stage that runs: each shard with a place."""
+        return ((*weight.places[0], weight.shard) for weight in self._running())
+
+    @property
+    def held(self) -> list[torch.Tensor]:
+        """Whole weights that are there, and buffers on their way."""
+        found = [weight.whole for weight in self._running() if weight.whole is not None]
+        gathered = [unit.gathered for unit in self.units if unit.active]
+        return [x for x in (*found, *gathered, self.overlapped, self.reducing) if x is not None]
+
+    @property
+    def gradients(self) -> list[torch.Tensor]:
+        """Whole gradients, and those of shards."""
+        pairs = ((weight.gradient, weight.shard.grad) for weight in self._running())
+        return [grad for pair in pairs for grad in pair if grad is not None]
+
+    def _end(self) -> None:
+        self._ends = False
+        for unit in filter(lambda unit: unit.active, (self.root, *self.units[:-1])):
+            unit.after_backward()
+            unit.rest()
+
+    def reduce(self) -> None:
+        """Reduces what the microbatches have added up, which ends the step."""
+        for unit in filter(lambda unit: unit.active, (self.root, *self.units[:-1])):
+            unit.reduce()
+        self.forget()
+
+    def forget(self) -> None:
+        """Ends the step: whole weights are gone."""
+        for unit in self.units:
+            unit.free()
+            unit.ended()
+            for weight in unit.all_weights:
+                weight.added = None
+        self.reducing = self.overlapped = None
         self.order.clear()

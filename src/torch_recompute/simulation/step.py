@@ -166,11 +166,20 @@ def simulate_step(
             )
 
 
-def _with_index(device: torch.device) -> torch.device:
-    """The device that a kind of devices without an index means."""
-    if device.type == "cpu" or device.index is not None:
-        return device
-    return torch.device(device.type, torch.accelerator.current_device_index())
+def where_it_runs(step: TrainingStep) -> tuple[torch.device, int]:
+    """Returns the device of a step's tensors, with its index, and what its allocator rounds sizes up to."""
+    device = step.runs_on
+    if device.type != "cpu" and device.index is None:
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+    return device, 512 if device.type == "cuda" else 1
+
+
+def held_by_libraries(pretend: FakeMode, device: torch.device) -> int:
+    """Returns the bytes that the libraries of a device hold from the first product on."""
+    capability = pretend.capability
+    if capability is None and device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+    return 0 if capability is None else kept_by_cublas(capability)
 
 
 def _loss_of_copy(output: Any, loss: Callable[[Any], torch.Tensor] | None) -> tuple[torch.Tensor, str]:
@@ -219,9 +228,9 @@ class _SimulatedStep:
     """A copy of a step's model and optimizer without data, which runs the step; the arguments are `simulate_step`'s."""
 
     def __init__(self, step: TrainingStep, prepare: Prepare, watch: Watch | None, rounding: int | None) -> None:
-        device = _with_index(step.runs_on)
+        device, usual = where_it_runs(step)
         self._step, self._device, self._watch = step, device, watch
-        self._rounding = rounding or (512 if device.type == "cuda" else 1)
+        self._rounding = rounding or usual
         fakes = FakeTensorMode()
         self._faker = Faker(fakes, device)
         instance = isinstance(step.optimizer, torch.optim.Optimizer)
@@ -303,11 +312,9 @@ class _SimulatedStep:
         before = first.here.live
         first.track(*_torch.tensors_in(self._call))
         batch_bytes = first.here.live - before
-        capability = self._pretend.capability
-        if capability is None and self._device.type == "cuda":
-            capability = torch.cuda.get_device_capability(self._device)
-        if capability is not None:
-            first.hold(kept_by_cublas(capability))
+        held = held_by_libraries(self._pretend, self._device)
+        if held:
+            first.hold(held)
         return batch_bytes
 
     def _run(self) -> _Seen:
