@@ -84,6 +84,7 @@ def add_command(commands: Any) -> None:
     most.add_argument("--longest", action="store_true", help="the longest sequence that the budget holds, and its plan")
     most.add_argument("--largest-batch", action="store_true", help="the largest batch that the budget holds")
     models.add_step_options(parser)
+    parser.add_argument("--layers", metavar="HOW", help=models.LAYER_WORDS)
     models.add_loop_options(parser)
     parser.add_argument(
         "--offload",
@@ -525,6 +526,7 @@ def _plan_ranks(args: argparse.Namespace, layout: Layout, output: Output) -> int
             raise errors.ArgumentError(no_pipeline(args.model, type(model).__name__))
         models.check_head(model, args.model, batch)
         tokens = int(batch["input_ids"].shape[1])
+        layers = models.run_as(model, args.layers)
     device = args.device or "h100"
     with output.at_work(f"profiling {args.model} on {layout}"):
         planner = LayoutPlanner(model, args.model, layout, tokens, args.optimizer, device)
@@ -534,18 +536,22 @@ def _plan_ranks(args: argparse.Namespace, layout: Layout, output: Output) -> int
         for plan in plans:
             out.write_plan(args.out.with_name(f"{args.out.stem}-rank{plan.rank}{args.out.suffix}"), plan.plan)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    head = f"{args.model}: {parameters:,} parameters, {tokens} tokens, optimizer {args.optimizer}"
-    notes = models.notes_on(model, args.model, batch)
+    run_as = layers or models.LAYERS[0]
+    head = f"{args.model}: {parameters:,} parameters, {tokens} tokens, layers {run_as}, optimizer {args.optimizer}"
+    notes = (*models.notes_on(model, args.model, batch), *(() if layers is None else layers.notes))
 
     def print_found(console: Console) -> None:
         _print_head(console, head, notes)
         _print_ranks(console, layout, plans)
 
-    output.give(lambda: _ranks_to_json(args, layout, plans, tokens), print_found)
+    how = models.layers_as_data(layers)
+    output.give(lambda: _ranks_to_json(args, layout, plans, tokens, how), print_found)
     return OK
 
 
-def _ranks_to_json(args: argparse.Namespace, layout: Layout, plans: Sequence[RankPlan], tokens: int) -> str:
+def _ranks_to_json(
+    args: argparse.Namespace, layout: Layout, plans: Sequence[RankPlan], tokens: int, layers: dict[str, Any]
+) -> str:
     """Returns all figures and plans as a JSON document; `Plan.from_json` reads each plan."""
     ranks: list[dict[str, Any]] = [{**plan.as_data(), "plan": json.loads(plan.plan.to_json())} for plan in plans]
     return out.document(
@@ -554,6 +560,7 @@ def _ranks_to_json(args: argparse.Namespace, layout: Layout, plans: Sequence[Ran
         {
             "model": args.model,
             "sequence": tokens,
+            "layers": layers,
             "optimizer": args.optimizer,
             "device": args.device or "h100",
             "layout": layout.as_data(),
