@@ -171,7 +171,7 @@ def test_a_configuration(llama: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     plan = Plan.from_json(out.read_text())
     first, *table = output.out.splitlines()
     assert "LlamaForCausalLM" in first
-    assert "in float32; input_ids 2 x 256, labels 2 x 256; optimizer adamw-fused" in first
+    assert "in float32; input_ids 2 x 256, labels 2 x 256; layers eager; optimizer adamw-fused" in first
     assert table[: len(str(plan).splitlines())] == str(plan).splitlines()
     assert output.err == ""
 
@@ -186,8 +186,8 @@ def test_json(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The document says the step, the plan as `Plan.from_json` reads it, and the step without it."""
     found = document(capsys, llama, "--sequence", "128", "--budget", "50%", "--optimizer", "sgd", "--device", "a100")
     assert list(found) == [
-        *("schema_version", "command", "model", "class", "parameters", "dtypes", "inputs", "optimizer", "offload"),
-        *("notes", "hold_output", "accumulate", "set_to_none", "device", "plain", "advice", "plan"),
+        *("schema_version", "command", "model", "class", "parameters", "dtypes", "inputs", "layers", "optimizer"),
+        *("offload", "notes", "hold_output", "accumulate", "set_to_none", "device", "plain", "advice", "plan"),
     ]
     assert (found["schema_version"], found["command"], found["device"]) == (1, "plan", "a100")
     assert found["inputs"] == {"input_ids": [1, 128], "labels": [1, 128]}
@@ -374,6 +374,26 @@ def test_the_training_loop(capsys: pytest.CaptureFixture[str]) -> None:
     assert "accumulate= is how many forwards and backwards" in capsys.readouterr().err
     assert cli.main(["plan", "gpt2-xl", "--budget", "40%", "--pp", "2", "--accumulate", "2"]) == cli.USAGE
     assert "--accumulate" in capsys.readouterr().err
+
+
+def test_layers_with_fused_kernels(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The report says how layers run, and with fused kernels they keep less, on a rank of a group too."""
+    argv = llama, "--sequence", "64", "--recompute", "none"
+    eager, fused = (document(capsys, *argv, *more) for more in ((), ("--layers", "fused")))
+    assert eager["layers"] == {"run": "eager"}
+    assert fused["layers"]["run"] == "fused"
+    assert fused["layers"]["eager"] == []
+    assert {"LlamaAttention", "LlamaMLP", "LlamaRMSNorm"} == {*fused["layers"]["fused"]}
+    kept = [found["configurations"][0]["made_of"]["kept_by_layers_bytes"] for found in (eager, fused)]
+    assert kept[1] < kept[0]
+    assert cli.main(["plan", *argv, "--layers", "fused"]) == cli.OK
+    assert "layers fused (3 LlamaAttention" in capsys.readouterr().out.splitlines()[0]
+
+    ranks = llama, "--tp", "2", "--pp", "3", "--sequence", "64", "--budget", "100%"
+    found = [document(capsys, *ranks, *more) for more in ((), ("--layers", "fused"))]
+    assert found[1]["layers"] == fused["layers"]
+    for before, after in zip(*(one["ranks"] for one in found), strict=True):
+        assert after["activation_bytes"] < before["activation_bytes"]
 
 
 def test_a_step_over_ranks(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

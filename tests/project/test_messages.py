@@ -912,6 +912,11 @@ def too_little_on_a_command_line(*options: str) -> None:
         plans("here:small_stack", "--budget", "2KiB", "--device", "h100", *options)
 
 
+def on_its_own_device(*options: str) -> None:
+    with patch.dict(sys.modules, {"here": types.SimpleNamespace(small_stack=small_stack)}):
+        plans("here:small_stack", "--budget", "2KiB", *options)
+
+
 class OverFull:
     """Planned ranks of which none fits."""
 
@@ -1310,6 +1315,10 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: on_ranks(Ranks(fsdp=2), model=(one := torch.nn.Linear(8, 8)), optimizer=torch.optim.SGD([one.weight])),
     lambda: plans("gpt2", "--budget", "1GiB", "--fsdp", "2", "--pp", "2"),
     lambda: plans("gpt2", "--budget", "1GiB", "--dp", "2", "--reshard-after-forward", "no"),
+    lambda: plans("gpt2", "--budget", "1GiB", "--layers", "fussed"),
+    lambda: plans("gpt2", "--budget", "1GiB", "--layers", "eager+efficient-permutation"),
+    lambda: too_little_on_a_command_line("--layers", "fused"),
+    lambda: on_its_own_device("--layers", "fused"),
     lambda: Layout(Ranks(dp=2), mbs=3, batch=8),
     lambda: Layout(Ranks(pp=4, vpp=2), batch=6),
     lambda: Layout(Ranks(pp=4, vpp=2)).pipeline(6),

@@ -40,6 +40,7 @@ from ..plan.ranks import Ranks
 from ..planner.layout import Layout, one_rank
 from ..planner.profile import Profile
 from ..planner.solve import frontier, planned
+from ..simulation.fused import OPTIONS, FusedLayers, fuse
 from ..training_step import ALONE, OPTIMIZERS, USUAL, Loss, TrainingStep, any_loss, optimizer_of
 
 DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -69,8 +70,13 @@ RANK_KINDS: Mapping[str, type] = {
     "reduce_dtype": str,
 }
 """The other options of ranks."""
+LAYERS = ("eager", "fused")
+LAYER_WORDS = (
+    "how layers run: eager, as they are written (the default); or fused, with the kernels of Megatron-Core and Liger, "
+    "which keep less. fused+efficient-permutation: experts are given the router's weights before their last product"
+)
 STEP_WORDS = (
-    *("model", "batch", "sequence", "dtype", "optimizer", "device"),
+    *("model", "batch", "sequence", "dtype", "optimizer", "device", "layers"),
     *(*RANK_WORDS, *RANK_KINDS),
 )
 """The options that describe a step, on the command line and in the file of a plan."""
@@ -117,6 +123,23 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"what the seconds are of: {', '.join(DEVICES)}, cpu (h100; for a model with weights, its own)",
     )
+
+
+def run_as(model: nn.Module, layers: str | None) -> FusedLayers | None:
+    """Gives the layers of a model the kernels that `--layers` asks for; None for layers as they are written.
+
+    Raises:
+        ArgumentError: It is no way to run layers, or no kernel is known for any of these.
+    """
+    how, *options = (layers or LAYERS[0]).split("+")
+    unknown = next((word for word in options if word not in OPTIONS), how if how not in LAYERS else "")
+    if unknown or (options and how != "fused"):
+        near = difflib.get_close_matches(unknown, [*LAYERS, *OPTIONS], n=1)
+        raise errors.ArgumentError(
+            f"--layers is {layers!r}; expected {', '.join(LAYERS)}, or fused with options, as "
+            f"{' or '.join(f'fused+{word}' for word in OPTIONS)}{f'; close to it: {near[0]}' if near else ''}."
+        )
+    return fuse(model, options, f"--layers {layers}") if how == "fused" else None
 
 
 def add_loop_options(parser: argparse.ArgumentParser) -> None:
@@ -492,6 +515,7 @@ class AskedStep(TrainingStep):
         offload: See `make_plan`.
         notes: What is to be said of the model and its batch beside the figures.
         built_here: Whether the batch is made here too, and not by a function of the user.
+        layers: How its layers run; None for as they are written.
     """
 
     device: str | None = None
@@ -500,6 +524,7 @@ class AskedStep(TrainingStep):
     offload: bool | str = False
     notes: tuple[str, ...] = ()
     built_here: bool = False
+    layers: FusedLayers | None = None
 
     @staticmethod
     def asked(args: argparse.Namespace) -> AskedStep:
@@ -515,13 +540,21 @@ class AskedStep(TrainingStep):
             check_head(model, args.model, call[1])
         meta = all(parameter.is_meta for parameter in model.parameters())
         device, optimizer = args.device or ("h100" if meta else None), (args.optimizer or USUAL).lower()
+        asked = getattr(args, "layers", None)
+        if asked not in (None, LAYERS[0]) and device is None:
+            raise errors.ArgumentError(
+                f"--layers {asked}: kernels that are not here are priced by a data sheet, and the seconds of "
+                f"{args.model}, which has weights, would be measured. Write the --device that is meant: --device h100."
+            )
+        layers = run_as(model, asked)
         if built_here and ranks.fully_sharded:
             if ranks.tp * ranks.cp > 1:
                 model, _, batch = one_rank(model, args.model, ranks, args.mbs or 1, call[1]["input_ids"].shape[1])
                 call, loss = ((), batch), any_loss
             ranks = mixed_precision(model, args, ranks)
         notes = notes_on(model, args.model, call[1]) if built_here else ()
-        words: Any = args.model, optimizer, getattr(args, "offload", False), notes, built_here
+        notes += () if layers is None else tuple(layers.notes)
+        words: Any = args.model, optimizer, getattr(args, "offload", False), notes, built_here, layers
         return AskedStep(model, *call, loss, OPTIMIZERS[optimizer], device, loop, ranks, *words)
 
     def __str__(self) -> str:
@@ -529,7 +562,7 @@ class AskedStep(TrainingStep):
         shapes = ", ".join(f"{name} {' x '.join(map(str, shape))}" for name, shape in data["inputs"].items())
         return (
             f"{self.word}: {data['class']}, {data['parameters']:,} parameters in {' and '.join(data['dtypes'])}; "
-            f"{shapes or 'no tensors'}; optimizer {self.optimizer_word}"
+            f"{shapes or 'no tensors'}; layers {self.layers or LAYERS[0]}; optimizer {self.optimizer_word}"
             f"{f'; {self.ranks}' if self.ranks != ALONE else ''}"
         )
 
@@ -548,12 +581,18 @@ class AskedStep(TrainingStep):
             "inputs": {
                 str(name): list(value.shape) for name, value in named.items() if isinstance(value, torch.Tensor)
             },
+            "layers": layers_as_data(self.layers),
             "optimizer": self.optimizer_word,
             "offload": self.offload,
             **({"ranks": self.ranks.as_data()} if self.ranks != ALONE else {}),
             "notes": list(self.notes),
             **self.loop.words,
         }
+
+
+def layers_as_data(layers: FusedLayers | None) -> dict[str, Any]:
+    """Returns how layers run as plain data."""
+    return {"run": LAYERS[0]} if layers is None else layers.as_data()
 
 
 def curve(profile: Profile, most: int = POINTS) -> list[Plan]:

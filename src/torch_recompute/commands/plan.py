@@ -97,6 +97,7 @@ def add_command(commands: Any) -> None:
     most.add_argument("--longest", action="store_true", help="the longest sequence that the budget holds, and its plan")
     most.add_argument("--largest-batch", action="store_true", help="the largest batch that the budget holds")
     models.add_step_options(parser)
+    parser.add_argument("--layers", metavar="HOW", help=models.LAYER_WORDS)
     models.add_loop_options(parser)
     parser.add_argument(
         "--offload",
@@ -534,7 +535,8 @@ class _OnRanks:
                 raise errors.ArgumentError(no_pipeline(args.model, type(self.model).__name__))
             models.check_head(self.model, args.model, batch)
         self.tokens = int(batch["input_ids"].shape[1])
-        self.notes = models.notes_on(self.model, args.model, batch)
+        self.layers = models.run_as(self.model, args.layers)
+        self.notes = *models.notes_on(self.model, args.model, batch), *(self.layers.notes if self.layers else ())
 
     def ranks(self, kind: type[Ranked], *, tokens: int | None = None, mbs: int | None = None) -> Ranked:
         """Returns the ranks, with tokens in a sequence and sequences in a microbatch as asked, or others."""
@@ -547,8 +549,10 @@ class _OnRanks:
     def give(self, found: dict[str, Any], show: Callable[[Console], None], *more: str) -> int:
         """Prints what was found, below what the step is and `more` notes, or as a JSON document beside it."""
         args, parameters = self.args, sum(parameter.numel() for parameter in self.model.parameters())
-        head = f"{args.model}: {parameters:,} parameters, {self.tokens} tokens, optimizer {args.optimizer}"
-        step = {"model": args.model, "sequence": self.tokens, "optimizer": args.optimizer}
+        layers = f"layers {self.layers or models.LAYERS[0]}"
+        head = f"{args.model}: {parameters:,} parameters, {self.tokens} tokens, {layers}, optimizer {args.optimizer}"
+        step = {"model": args.model, "sequence": self.tokens, "layers": models.layers_as_data(self.layers)}
+        step |= {"optimizer": args.optimizer}
         notes = [*dict.fromkeys(filter(None, (*self.notes, *more)))]
         step |= {"device": args.device or "h100", "layout": self.layout.as_data(), "notes": notes}
 

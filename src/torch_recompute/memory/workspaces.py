@@ -67,7 +67,7 @@ NO_MEMORY = "there is no memory to run it alone"
 
 _LAYOUTS = "contiguous", "dense", "gaps", "unlike"
 _PYTORCHS = frozenset({"aten", "torch_nn"})  # the latter are composed in Python, such as a cross entropy in chunks
-_COMMUNICATING = frozenset({"c10d", "_c10d_functional"})  # what they take is no allocator's
+_TAKING_NOTHING = frozenset({"c10d", "_c10d_functional", "torch_recompute"})  # collectives, kernels by their bytes
 
 
 class Taken(NamedTuple):
@@ -118,7 +118,7 @@ def _listed(func: Any, inputs: Any, on_gpu: bool = False) -> bool | None:
 @functools.cache
 def _clear(func: Any) -> Mapping[str, bool] | None:
     """The circumstances in which an operation takes nothing, as `_nothing` has them; None for any."""
-    if getattr(func, "is_view", False) or getattr(func, "namespace", "") in _COMMUNICATING:
+    if getattr(func, "is_view", False) or getattr(func, "namespace", "") in _TAKING_NOTHING:
         return None
     return _nothing().get(str(getattr(func, "overloadpacket", "")), {})
 

@@ -143,7 +143,7 @@ def _fact(module: nn.Module) -> Fact:
     return Fact(
         cls=type(module).__name__,
         role=role,
-        product=_product(module, registered=role == "product") if role in (None, "product") else None,
+        product=product_of(module, registered=role == "product") if role in (None, "product") else None,
         container=isinstance(module, (*NOT_CALLED, nn.Sequential)),
         listed=isinstance(module, NOT_CALLED),
         called=not isinstance(module, NOT_CALLED) or type(module).forward is not nn.Module.forward,
@@ -154,10 +154,10 @@ def _fact(module: nn.Module) -> Fact:
     )
 
 
-def _product(module: nn.Module, *, registered: bool = False) -> Product | None:
+def product_of(module: nn.Module, *, registered: bool = False) -> Product | None:
     base = getattr(module, "base_layer", None)  # PEFT: an adapter around a layer
     if isinstance(base, nn.Module):
-        return _product(base)
+        return product_of(base)
     if isinstance(module, CONVOLUTIONS):
         pointwise = all(size == 1 for size in module.kernel_size)
         return Product(module.in_channels, module.out_channels, pointwise)

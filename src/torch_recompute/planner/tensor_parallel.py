@@ -83,6 +83,8 @@ def rank_model(model: nn.Module, word: str, size: int, sequence: bool) -> tuple[
     config.vocab_size = -(-whole.vocab_size // size)
     with torch.device("meta"):
         part = build(config)
+    for module, alike in zip(part.modules(), model.modules(), strict=True):
+        module.__class__ = type(alike)  # which may have another forward (`simulation/fused.py`)
     layers = [unit.path for unit in find_units(part).layers]
     add_collectives(part, layers, divided(model, part, size, word), size, sequence)
     return part, layers
@@ -187,7 +189,7 @@ def _column(module: Any, size: int, first: bool, /, x: torch.Tensor) -> torch.Te
     """The forward of a product that may be given a deferred gather; the `first` pays for it."""
     if x.dim() == 3 and x.shape[1] > 1 and x.stride(1) == 0:
         return gathered_linear(x, module.weight, module.bias, size, first)
-    return F.linear(x, module.weight, module.bias)
+    return type(module).forward(module, x)
 
 
 def _head(module: Any, size: int, sequence: bool, /, x: torch.Tensor) -> torch.Tensor:
