@@ -8,6 +8,7 @@ two keys.
 
 from __future__ import annotations
 
+import functools
 import html
 import itertools
 import json
@@ -51,6 +52,10 @@ _for_notebook: ContextVar[bool] = ContextVar("for_notebook", default=False)
 _ROW, _CELL, _BREAK = "\x1d", "\x1f", "\x1e"  # of a row in a text that becomes HTML
 
 
+# Notebooks have smaller letters in tables than in lines; here both are alike.
+_LOOK = "font-family: var(--jp-ui-font-family, sans-serif); font-size: 13px; line-height: 1.5; max-width: 110ch"
+
+
 def in_html(result: object) -> str:
     """A printed result as HTML: its tables as tables, all else as lines."""
     token = _for_notebook.set(True)
@@ -61,10 +66,10 @@ def in_html(result: object) -> str:
     parts: list[str] = []
     for is_row, group in itertools.groupby(lines, lambda line: _ROW in line):
         if is_row:
-            parts.append(f"<table>{''.join(map(_html_row, group))}</table>")
+            parts.append(f'<table style="font-size: inherit">{"".join(map(_html_row, group))}</table>')
         else:
             parts.append(f'<div style="white-space: pre-wrap">{html.escape(chr(10).join(group))}</div>')
-    return "".join(parts)
+    return f'<div style="{_LOOK}">{"".join(parts)}</div>'
 
 
 def _html_row(line: str) -> str:
@@ -170,10 +175,10 @@ LINES = 10.0  # seconds between the lines of a command whose stderr is no termin
 
 @contextmanager
 def at_work(word: str, show: bool = True, lines: bool = False) -> Generator[None]:
-    """Says on stderr what is being done, in a line that appears after half a second and goes when the work ends.
+    """Says what is being done, in a line that appears after half a second and goes when the work ends.
 
-    Into a file, a pipe or a log nothing is written, or a line every ten seconds. Work inside other work is said in its
-    line.
+    On a terminal the line is on stderr, in a notebook an output of the cell. Into a file, a pipe or a log nothing is
+    written, or a line every ten seconds. Work inside other work is said in its line.
 
     Args:
         word: What is being done, as "planning Llama".
@@ -186,8 +191,9 @@ def at_work(word: str, show: bool = True, lines: bool = False) -> Generator[None
         return
     line = _Line(word)
     token = _line.set(line)
-    run = line.show if _watched() else line.log if lines else None
-    shown = threading.Thread(target=run, daemon=True) if show and run is not None else None
+    write = _writer()
+    run = line.log if write is None else functools.partial(line.show, write)
+    shown = threading.Thread(target=run, daemon=True) if show and (lines or write is not None) else None
     if shown is not None:
         shown.start()
     try:
@@ -213,18 +219,11 @@ class _Line:
         self.word, self.detail, self.began = word, "", time.monotonic()
         self.ended = threading.Event()
 
-    def show(self) -> None:
-        """Writes the line twice a second until the work ends."""
-        wide = 0
+    def show(self, write: Callable[[str, str], None]) -> None:
+        """Writes the line twice a second until the work ends, then an empty one."""
         while not self.ended.wait(SILENT):
-            text, seconds = self._words()
-            text = text[: shutil.get_terminal_size().columns - 1 - len(seconds)] + seconds
-            sys.stderr.write("\r" + text.ljust(wide))
-            sys.stderr.flush()
-            wide = len(text)
-        if wide:
-            sys.stderr.write("\r" + " " * wide + "\r")
-            sys.stderr.flush()
+            write(*self._words())
+        write("", "")
 
     def log(self) -> None:
         """Writes a line every ten seconds until the work ends."""
@@ -240,6 +239,38 @@ class _Line:
 _line: ContextVar[_Line | None] = ContextVar("line", default=None)
 
 
-def _watched() -> bool:
-    """Whether stderr is a terminal or that of a notebook."""
-    return sys.stderr.isatty() or type(sys.stderr).__module__.startswith("ipykernel.")
+def _writer() -> Callable[[str, str], None] | None:
+    """Returns what shows a line, and its seconds, instead of the one before; None for a file, a pipe or a log."""
+    if type(sys.stderr).__module__.startswith("ipykernel."):
+        return _in_notebook()
+    return _on_terminal() if sys.stderr.isatty() else None
+
+
+def _on_terminal() -> Callable[[str, str], None]:
+    wide = 0
+
+    def write(text: str, seconds: str) -> None:
+        nonlocal wide
+        if text or wide:
+            text = text[: shutil.get_terminal_size().columns - 1 - len(seconds)] + seconds
+            sys.stderr.write("\r" + text.ljust(wide) + ("" if text else "\r"))
+            sys.stderr.flush()
+            wide = len(text)
+
+    return write
+
+
+def _in_notebook() -> Callable[[str, str], None]:
+    """A line that is an output of the cell, as stderr has a red ground there."""
+    publisher = sys.modules["IPython"].get_ipython().display_pub
+    shown = False
+
+    def write(text: str, seconds: str) -> None:
+        nonlocal shown
+        if text or shown:
+            line = f"<small>{html.escape(text + seconds)}</small>" if text else ""
+            data = {"text/plain": text + seconds, "text/html": line}
+            publisher.publish(data, transient={"display_id": f"torch_recompute {id(write)}"}, update=shown)
+            shown = True
+
+    return write

@@ -10,6 +10,7 @@ import json
 import re
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -300,31 +301,59 @@ def test_a_bar_moves_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, capsys:
         assert moves or error.splitlines() == ["100%  word"]
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 class Notebook(io.StringIO):
     """A stderr as a notebook's."""
 
     __module__ = "ipykernel.iostream"
 
 
-@pytest.mark.parametrize(
-    ("stderr", "quiet", "shown"), [(Notebook(), False, True), (Notebook(), True, False), (io.StringIO(), False, False)]
-)
+@pytest.fixture
+def cell(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, bool]]:
+    """What is shown in a notebook's cell: the text, the output's identity, and whether it is one that is there."""
+    outputs: list[tuple[str, str, bool]] = []
+
+    def publish(data: dict[str, str], transient: dict[str, str], update: bool) -> None:
+        assert bool(data["text/html"]) is bool(data["text/plain"])
+        outputs.append((data["text/plain"], transient["display_id"], update))
+
+    shell = types.SimpleNamespace(display_pub=types.SimpleNamespace(publish=publish))
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))  # type: ignore[arg-type]
+    return outputs
+
+
+@pytest.mark.parametrize("where", [Terminal, Notebook])
+@pytest.mark.parametrize("quiet", [False, True])
 def test_long_work_says_what_it_does(
-    stderr: io.StringIO, quiet: bool, shown: bool, monkeypatch: pytest.MonkeyPatch
+    where: type[io.StringIO], quiet: bool, cell: list[tuple[str, str, bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a while a line says what is done and how far it is, and goes; not in a log, and not where it is quiet."""
+    """After a while a line says what is done and how far it is, and goes; quiet shows none."""
+    stderr = where()
     monkeypatch.setattr(sys, "stderr", stderr)
     monkeypatch.setattr(_text, "SILENT", 0.01)
     with Output(quiet=quiet).at_work("planning"):
         with _text.at_work("inner"):
             _text.doing("trying choices", 3, 7)
-        deadline = time.monotonic() + (5 if shown else 0.1)
-        while "3 of 7" not in stderr.getvalue() and time.monotonic() < deadline:
+        deadline = time.monotonic() + (0.1 if quiet else 5)
+        while "3 of 7" not in stderr.getvalue() + str(cell) and time.monotonic() < deadline:
             time.sleep(0.01)
-    written = stderr.getvalue()
-    assert ("\rplanning: trying choices, 3 of 7 (0 s)" in written) is shown
-    assert written.endswith(" \r") is shown
-    with Output().progress(10), _text.at_work("inside a bar"):
+    written, said = stderr.getvalue(), "planning: trying choices, 3 of 7 (0 s)"
+    if quiet:
+        assert (written, cell) == ("", [])
+    elif where is Terminal:
+        assert f"\r{said}" in written
+        assert written.endswith(" \r")
+    else:
+        assert written == ""  # stderr has a red ground
+        assert said in [text for text, _, _ in cell]
+        assert cell[-1][0] == ""
+        assert len({identity for _, identity, _ in cell}) == 1
+        assert [update for *_, update in cell] == [False] + [True] * (len(cell) - 1)
+    with Output(quiet=True).progress(10), _text.at_work("inside a bar"):
         time.sleep(0.05)
     _text.doing("nothing is under way")
     with _text.at_work("short"):
@@ -362,7 +391,7 @@ def test_long_work_in_python_says_what_it_does(monkeypatch: pytest.MonkeyPatch) 
     work = {"simulating": simulate, "examining": partial(examine, run=False)}
     work |= {"verifying": partial(verify, plan=Plan()), "auditing": partial(audit, modules=["0"])}
     for word, fn in work.items():
-        monkeypatch.setattr(sys, "stderr", Notebook())
+        monkeypatch.setattr(sys, "stderr", Terminal())
         fn(torch.nn.Sequential(Waiting(2, 1)), (torch.ones(2),))
         assert sys.stderr.getvalue().startswith(f"\r{word} Sequential (0 s)")
 

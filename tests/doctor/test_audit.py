@@ -565,7 +565,7 @@ def test_the_text_says_it_once_for_a_stack() -> None:
     assert "in *  region *" in head
     assert "test_audit.py:" in head
     assert detail == "    the replay waits for the device once"
-    assert advice[0].startswith("    Write: `replay(fn)` around")
+    assert advice[0].startswith("    Fix: `replay(fn)` around")
     assert str(audit(recompute(attends), (leaf(),))) == "audit of 1 region, each run twice: nothing to report"
 
 

@@ -211,10 +211,10 @@ CASES = [
         "stashes",
         ("keep 16,384 bytes in ctx.cos of StashBackward",),
     ),
-    Case("made_worse", stack, "*.soft", ("65,536 bytes more than the plain",), lambda: {"plan": each("soft")}),
+    Case("made_worse", stack, "*.soft", ("65,536 bytes more is kept than by",), lambda: {"plan": each("soft")}),
     Case("double_recompute", stack, "*.core", ("fused attention", "AddmmBackward0"), lambda: {"plan": each("core")}),
-    Case("double_recompute", wrapped(twice), "inner", ("which is a region as well",)),
-    Case("double_recompute", wrapped(around_theirs), "*.inner", ("which is a region as well",)),
+    Case("double_recompute", wrapped(twice), "inner", ("which is a region too",)),
+    Case("double_recompute", wrapped(around_theirs), "*.inner", ("which is a region too",)),
     Case("replay_share", stack, "*", ("of the step's FLOPs", "100% of them"), lambda: {"plan": each("")}),
     Case("host_syncs", wrapped(region, lambda: Waits(SIZE, SIZE)), "*.inner", ("waits", "item()")),
     Case("not_deterministic", wrapped(region, lambda: Forgets(SIZE, SIZE)), "*.inner", ("aten",)),
@@ -250,7 +250,7 @@ CASES = [
         "loss_head",
         lambda: nn.Sequential(head()),
         "Sequential",
-        ("as wide as the logits",),
+        ("logits-sized",),
         lambda: {"loss": entropy, "plan": Plan((Choice(("0.layer",)),))},
         x=lambda: torch.ones(64, 8),
         also=("saves_nothing",),
@@ -752,7 +752,7 @@ def test_fragmentation(books: AllocatorStats, found: bool, monkeypatch: pytest.M
     findings = look_for(CHECKS, evidence).findings
     assert [f.figures["reserved_bytes"] for f in findings] == [books.reserved_bytes] * found
     for finding in findings:
-        assert "30.00 GiB lay unused in pieces" in finding.seen
+        assert "30.00 GiB were unused, in fragments" in finding.seen
         assert finding.write.startswith("PYTORCH_ALLOC_CONF=expandable_segments:True")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     assert all("is on already" in finding.write for finding in look_for(CHECKS, evidence).findings)
@@ -807,7 +807,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "this_test:good_pair", *arguments]) == cli.FAILED
     output = capsys.readouterr()
     assert "made_worse  *.soft" in output.out
-    assert "write  a plan without *.soft" in output.out
+    assert "fix  a plan without *.soft" in output.out
     assert output.err == ""
     assert cli.main(["doctor", "this_test:good_pair", *arguments, "--json"]) == cli.FAILED
     document = json.loads(capsys.readouterr().out)

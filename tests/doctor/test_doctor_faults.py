@@ -427,7 +427,7 @@ FAULTS = [
         """,
         "torch._dynamo.graph_break()",
         "pass",
-        says="outside of what is compiled",
+        says="outside the compiled part",
         line="the call outside of what is compiled",
     ),
     Fault(
@@ -880,7 +880,7 @@ FAULTS = [
         """,
         "checkpoint(block.up, block.norm(x), use_reentrant=False)",
         "block.up(block.norm(x))",
-        says="the plain call in the place of the region blocks.*.up",
+        says="the plain call instead of the region blocks.*.up",
         line="the plain call",
     ),
     Fault(
@@ -971,7 +971,7 @@ FAULTS = [
         """,
         "recompute(self.all)(",
         "self.all(",
-        says="the plain call in the place of the region Net.all",
+        says="the plain call instead of the region Net.all",
         line="the plain call",
     ),
     Fault(
@@ -996,7 +996,7 @@ FAULTS = [
         COPIED + AROUND_UP,
         "again(block.up, block.norm(x))",
         "block.up(block.norm(x))",
-        says="the plain call in the place of the region blocks.*.up",
+        says="the plain call instead of the region blocks.*.up",
         line="the plain call",
     ),
     Fault(
@@ -1006,7 +1006,7 @@ FAULTS = [
         FAIRSCALE + AROUND_LAST.replace("again(block, x)", "again(block.forward, x)"),
         "again(block.forward, x) if block is self.blocks[2] else block(x)",
         "block(x)",
-        says="the plain call in the place of the region blocks.2",
+        says="the plain call instead of the region blocks.2",
         line="the plain call",
     ),
     Fault(
@@ -1016,7 +1016,7 @@ FAULTS = [
         DEEPSPEED + AROUND_LAST,
         "again(block, x) if block is self.blocks[2] else block(x)",
         "block(x)",
-        says="the plain call in the place of the region blocks.2",
+        says="the plain call instead of the region blocks.2",
         line="the plain call",
     ),
     Fault(

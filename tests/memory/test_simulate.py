@@ -215,7 +215,7 @@ def test_a_wide_loss_is_pointed_out() -> None:
     assert simulate(stack(256, 8), (torch.randn(64, 256),), loss=cross_entropy).advice == ""
     for loss in (cross_entropy, lambda out: (out.logsumexp(-1) - out[:, 0]).mean(), mean_loss):
         wide = simulate(stack(8, 4096), (torch.randn(64, 8),), loss=loss)
-        assert "as wide as the logits (4,096)" in wide.advice
+        assert "logits-sized tensors of the loss (width 4,096)" in wide.advice
         assert "tiles=8" in wide.advice
         assert wide.advice in str(wide)
     regression = simulate(stack(256, 256), (torch.randn(64, 256),), loss=mean_loss)

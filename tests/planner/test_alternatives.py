@@ -93,10 +93,10 @@ def test_the_error_says_what_holds_the_peak_and_what_would_do() -> None:
         make_plan(model(), batch(), budget=budget, loss=cross_entropy, optimizer="adamw", device="h100")
     text = str(raised.value)
     assert raised.value.smallest == least.peak_bytes
-    assert f"It is made of {held_by(least)}." in text
+    assert f"That peak holds {held_by(least)}." in text
     for line in in_words(alternatives(planner, budget), budget, option=False):
         assert f"\n  {line}" in text
-    figures = re.findall(r"\(([\d.]+ [KM]iB)\)", text.split("Within the budget")[1])
+    figures = re.findall(r"\(([\d.]+ [KM]iB)\)", text.split("Each of these fits")[1])
     assert len(figures) >= 4
     assert in_words([], budget, option=True) == in_words([], None, option=True) == []
 

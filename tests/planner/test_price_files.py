@@ -228,7 +228,7 @@ def test_what_a_region_takes_is_measured_once(monkeypatch: pytest.MonkeyPatch) -
     first.keep()
     monkeypatch.setattr(prices, "_seconds", lambda *_: pytest.fail("it is measured again"))
     assert Measured(CPU).overhead == first.overhead
-    assert str(Overhead(2e-4, 1e-5, 75e-6)).startswith(", 0.20 ms for each region, 75 us for each call")
+    assert str(Overhead(2e-4, 1e-5, 75e-6)).startswith(", 0.20 ms per region, 75 us per kept call")
     assert str(Overhead()) == ""
 
 
@@ -260,4 +260,4 @@ def test_a_region_costs_more_than_its_operations(monkeypatch: pytest.MonkeyPatch
     nodes = [node for kind in planner.costs.kinds.values() for node in kind.graph.nodes]
     assert all(node.seconds >= 5.0 or node.seconds == 0 for node in nodes)  # 0: the other result of an operation
     assert planner.profile.timing.startswith("operations timed one by one on cpu")
-    assert "and 5000000 us for each operation in it" in planner.profile.timing
+    assert "and 5000000 us per replayed operation" in planner.profile.timing

@@ -110,12 +110,12 @@ def test_elastic_is_in_json_where_it_is_true() -> None:
 def test_a_printed_plan_says_when_its_regions_are_recomputed() -> None:
     """Choices, a prediction's sentence and its lines say `recomputed when memory is short`; `explain` says what."""
     kept = Choice(("0", "1"), ("@product",), nested=True, elastic=True, labels=("asked",))
-    words = "0 to 1 recomputed when memory is short, then each again, but not @product  (asked)"
+    words = "0 to 1 recomputed when memory is short, then each again, matmuls kept  (asked)"
     assert str(kept) == words
     assert str(Choice(("",), elastic=True)) == "the model recomputed when memory is short"
     lines = (
         Line("0", 1, "not recomputed", 8, 0, 0.0),
-        Line("*", 3, "recomputed, @product kept", 8, 8, 1.0, whole=True),
+        Line("*", 3, "recomputed, matmuls kept", 8, 8, 1.0, whole=True),
     )
     prediction = Prediction(100, 80, 120, 2.0, 1.0, 5, 1.0, "cpu", "", lines)
     handle = apply(model(), Plan(each().choices, prediction=prediction), elastic=Elastic("1GiB"))
@@ -124,7 +124,7 @@ def test_a_printed_plan_says_when_its_regions_are_recomputed() -> None:
         "at least 80 of 120 bytes at the peak, up to 100.0 % slower, 3 of 4 layers recomputed when memory is short"
     )
     assert "0: not recomputed" in printed
-    assert "*: recomputed when memory is short, @product kept" in printed
+    assert "*: recomputed when memory is short, matmuls kept" in printed
     assert "keeps its activations while memory lasts" in " ".join(handle.plan.explain().split())
     again = apply(model(), handle.plan, elastic=Elastic("1GiB")).plan
     assert str(again) == printed

@@ -32,7 +32,7 @@ def test_prints_one_line_per_region() -> None:
     """Each region is a sentence: where, what is kept, what is carried, who asked."""
     assert str(PLAN).split("\n") == [
         "plan of 3 regions, from a test",
-        "  recompute layers.0, but not self_attn, @attention  (layernorm)",
+        "  recompute layers.0, self_attn and attention kept  (layernorm)",
         "  recompute layers.1 to layers.2, decisions carried",
         "  recompute the model, inputs in host memory",
     ]
@@ -41,8 +41,25 @@ def test_prints_one_line_per_region() -> None:
 def test_its_words_are_explained() -> None:
     """Each kind of call, and what is said of regions, has a line."""
     said = PLAN.explain()
-    assert [word for word in ("@attention", "but not", "decisions carried", "inputs", "(") if word not in said] == []
-    assert "@product" not in said
+    assert [word for word in ("attention", "kept", "decisions carried", "inputs", "(") if word not in said] == []
+    assert "matmuls" not in said
+
+
+@pytest.mark.parametrize(
+    ("keep", "words"),
+    [
+        (["@product"], "matmuls kept"),
+        (["up@product", "gate@product", "attn"], "attn and matmuls in up and gate kept"),
+        (["c_proj@values_unused"], "c_proj not rerun"),
+        (["@attention", "c_proj@values_unused"], "attention kept, c_proj not rerun"),
+    ],
+)
+def test_what_is_kept_is_said_in_words(keep: list[str], words: str) -> None:
+    """A printed plan names what a region keeps in words, with the modules; labels stay in JSON."""
+    plan = Plan((Choice(("layers.0",), keep=tuple(keep)),))
+    assert str(plan).endswith(f"recompute layers.0, {words}")
+    assert Plan.from_json(plan.to_json()) == plan
+    assert all(word in plan.to_json() for word in keep)
 
 
 def test_nested_members_are_several() -> None:

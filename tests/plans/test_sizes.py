@@ -214,9 +214,9 @@ def test_plain_data(plan: Plan) -> None:
         "  recompute blocks.0.mlp",
         "  recompute blocks.3",
         "calls larger than 2 x 48: 3 regions",
-        "  recompute blocks.0, but not mlp.0",
+        "  recompute blocks.0, mlp.0 kept",
         "  recompute blocks.1 to blocks.2",
-        "  recompute blocks.3, but not @product",
+        "  recompute blocks.3, matmuls kept",
     ]
     assert str(plan).count("calls up to") == 3
     assert "larger than" not in str(plan)

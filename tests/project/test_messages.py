@@ -939,6 +939,8 @@ class OverFull:
             link_bytes=0,
             **times,
             plan=Plan((), "", promise),
+            made_of={},
+            where="",
         )
 
 

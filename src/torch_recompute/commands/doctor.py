@@ -65,8 +65,8 @@ def _print(console: Console, step: AskedStep, report: Report) -> None:
         console.print(Text.assemble("\n", (finding.kind, "bold red"), "  ", (finding.where, "cyan")))
         for word, text, style in (
             ("", finding.seen, ""),
-            ("confirmed  ", finding.confirmed, "dim"),
-            ("write  ", finding.write, "green"),
+            ("evidence  ", finding.confirmed, "dim"),
+            ("fix  ", finding.write, "green"),
         ):
             lines = Padding(Text.assemble((word, "bold"), (text, style)), (0, 0, 0, 4), expand=False)
             console.print(lines)

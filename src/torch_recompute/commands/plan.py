@@ -63,7 +63,7 @@ CURVE_WORDS = {
     "slower": "what recomputation adds to the time of the step",
     "replayed GFLOP": "work of matrix products and convolutions that is done again",
     "regions": "how many modules, or groups of them, are recomputed",
-    "from the best": "no schedule within the budget saves more than this of the step",
+    "gap to optimal": "no choice of what to keep and recompute within the budget makes the step faster by more",
 }
 """The columns of the curve, and what they mean."""
 RANK_OPTIMIZERS = ("adamw", "sgd", "none")
@@ -181,7 +181,7 @@ def _nothing_to_gain(planner: Planner, plans: Sequence[Plan]) -> list[str]:
     if planner.plain.peak_bytes - least > FLAT * planner.plain.peak_bytes:
         return []
     return [
-        f"No plan lowers the peak by more than {FLAT:.0%}: the least is {errors.size(least)}, made of "
+        f"No plan lowers the peak by more than {FLAT:.0%}: the smallest is {errors.size(least)}: "
         f"{held_by(planner.least[1])}.",
         *in_words(_others(planner), None, option=True),
     ]
@@ -209,7 +209,7 @@ def _planned(planner: Planner, args: argparse.Namespace) -> Plan:
                 None,
                 [
                     too_small(promise.budget, smallest, planner.plain.peak_bytes),
-                    f"It is made of {held_by(planner.least[1])}.",
+                    f"That peak holds {held_by(planner.least[1])}.",
                     f"Write --budget {enough(smallest)} or more, or a smaller batch.{unwritten}",
                     *others,
                     promise.advice,
@@ -296,10 +296,7 @@ def _print_curve(console: Console, profile: Profile, plans: Sequence[Plan]) -> N
             f"{promise.gap:.1%}",
         )
     console.print(rows)
-    console.print(
-        "From the best: no schedule within the budget saves more than this of the step. A row follows from one "
-        "profile; --budget also simulates the plan that it prints."
-    )
+    console.print("Rows are estimated from one profile; --budget also simulates the plan that it prints.")
 
 
 def _draw(path: Path, profile: Profile, plans: Sequence[Plan], title: str) -> None:
@@ -311,7 +308,7 @@ def _draw(path: Path, profile: Profile, plans: Sequence[Plan], title: str) -> No
         axes = figure.add_subplot()
         axes.plot(budgets, [1000 * promise.step_seconds for promise in promises], "o-", label="plans")
         bound = [1000 * promise.bound_seconds for promise in promises]
-        axes.plot(budgets, bound, ":", color="#9a9a9a", label="no schedule takes less")
+        axes.plot(budgets, bound, ":", color="#9a9a9a", label="lower bound")
         axes.plot(
             [profile.plain_peak_bytes / unit], [1000 * profile.costs.step_seconds], "s", label="without recomputation"
         )
@@ -703,8 +700,8 @@ def _print_ranks(console: Console, layout: Layout, plans: Sequence[RankPlan]) ->
         f"{1000 * max(plan.optimizer_seconds for plan in plans):,.1f} ms of the optimizer"
     )
     console.print(
-        f"Sizes in {name}. In flight: microbatches of a chunk at the peak, over all chunks. Gap: no schedule of "
-        "keeping and recomputing saves more of the rank's time. Links: collectives inside a layer, counted in a "
+        f"Sizes in {name}. In flight: microbatches of a chunk at the peak, over all chunks. Gap: no choice of "
+        "what to keep and recompute saves more of the rank's time. Links: collectives inside a layer, counted in a "
         "microbatch. Replicas share the optimizer's state, as Megatron's distributed optimizer does; gradients are in "
         f"buffers of {layout.ranks.reduce_dtype or 'the type of weights'}.",
         style="dim",

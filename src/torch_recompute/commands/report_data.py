@@ -25,7 +25,7 @@ from ..devices import Roofline
 from ..memory import Block
 from ..memory.operations import Operation
 from ..plan.apply import apply
-from ..plan.choice import RECOMPUTED, SHORT, Choice, stored_in
+from ..plan.choice import RECOMPUTED, SHORT, Choice, kept_in_words, stored_in
 from ..plan.plan import Line, Plan, Prediction
 from ..plan.roles import inside
 from ..plan.sizes import Sizes, parameters, size_of
@@ -304,7 +304,7 @@ def _sum(by_module: dict[str, Any], paths: list[str]) -> Any:
 
 def _what(choice: Choice) -> str:
     together = f"{len(choice.paths)} together " if len(choice.paths) > 1 else ""
-    kept = f", {', '.join(choice.keep)} kept" if choice.keep else ""
+    kept = f", {kept_in_words(choice.kept)}" if choice.keep else ""
     stored = f"; inputs {stored_in(choice.store)}" if choice.store else ""
     labels = f" ({' '.join(choice.labels)})" if choice.labels else ""
     return f"{together}{SHORT if choice.elastic else RECOMPUTED}{kept}{stored}{labels}"

@@ -131,7 +131,7 @@ class ShardedOver:
     def __reduce__(self) -> Any:
         raise errors.StoreError(
             f"{errors.kind(self)} cannot be pickled: it belongs to the process group of this run.\n"
-            "  Save model.state_dict(), or take the plan out first: handle.remove()."
+            "  Save model.state_dict(), or remove the plan first: handle.remove()."
         )
 
     def put(self, tensor: torch.Tensor) -> Any:

@@ -121,7 +121,7 @@ class Audit(NamedTuple):
         lines = [title + ", ".join(found)]
         for head, rows in zip(table(heads, right=0), groups.values(), strict=True):
             first = "" if len({row.detail for row in rows}) == 1 else "the first: "
-            lines += ["", head, *paragraph(first + rows[0].detail, 4), *paragraph(f"Write: {rows[0].advice}", 4)]
+            lines += ["", head, *paragraph(first + rows[0].detail, 4), *paragraph(f"Fix: {rows[0].advice}", 4)]
         return "\n".join(lines)
 
 

@@ -68,7 +68,7 @@ class Finding:
 
     def __str__(self) -> str:
         lines = [f"{self.kind}  {self.where}".rstrip()]
-        for text in (self.seen, f"Confirmed: {self.confirmed}", f"Write: {self.write}"):
+        for text in (self.seen, f"Evidence: {self.confirmed}", f"Fix: {self.write}"):
             lines += paragraph(text, 4)
         return "\n".join(lines)
 
@@ -170,7 +170,7 @@ class Evidence:
         """Returns what to write for a step without the regions of a name."""
         choices = () if self.plan is None else self.plan.all_choices
         planned = any(_is_named(path, name) for choice in choices for path in choice.paths)
-        return f"a plan without {name}" if planned else f"the plain call in the place of the region {name}"
+        return f"a plan without {name}" if planned else f"the plain call instead of the region {name}"
 
     def compared(self, name: str) -> str:
         """Returns what a step keeps with the plan's regions of a name and without, in words; "" for other regions."""
@@ -290,13 +290,13 @@ def _frozen_input(evidence: Evidence, observed: Observations) -> Iterator[_Found
     for where, names in grouped(observed.cut_off, lambda name: starred_path(observed.owners[name])).items():
         confirmed = f"{observed.steps} real step{'s' if observed.steps > 1 else ''}, in which gradients were counted"
         if plainly is not None:
-            confirmed += "; with plain calls in the place of torch's reentrant checkpoints they get one"
+            confirmed += "; with plain calls instead of torch's reentrant checkpoints these parameters get one"
         yield _found(
             where,
             f"{counted(len(names), 'trainable parameter')} ({names[0]}) got no gradient: the "
-            "module ran without grad, as inside a reentrant checkpoint none of whose inputs needs a gradient.",
+            "module ran without grad, as in a reentrant checkpoint if none of its inputs needs a gradient.",
             f"{confirmed}.",
-            "`torch_recompute.checkpoint` in the place of the reentrant one, or `use_reentrant=False`.",
+            "`torch_recompute.checkpoint` instead of the reentrant one, or `use_reentrant=False`.",
             parameters=len(names),
         )
 
@@ -310,7 +310,7 @@ def _buffers_updated_twice(evidence: Evidence, observed: Observations) -> Iterat
             f"{counted(len(names), 'buffer')} ({names[0]}): changed by the forward, and "
             f"again in {times(max(changed[name] for name in names))} of {observed.backwards} backwards.",
             "real steps: the buffers were compared when a backward had ended with what its forward left.",
-            "`torch_recompute.checkpoint` in the place of `torch.utils.checkpoint.checkpoint` (the same "
+            "`torch_recompute.checkpoint` instead of `torch.utils.checkpoint.checkpoint` (the same "
             "arguments), or a plan: their replays put buffers back.",
             buffers=len(names),
         )
@@ -340,7 +340,7 @@ def _replays_otherwise(evidence: Evidence, observed: Observations) -> Iterator[_
     if any(row.kind in ("differs", "flips", "fails", "mutates") for row in rows):
         return  # the audit names the operation
     ours = (
-        "`torch_recompute.checkpoint` in the place of `torch.utils.checkpoint.checkpoint` (the same arguments, but "
+        "`torch_recompute.checkpoint` instead of `torch.utils.checkpoint.checkpoint` (the same arguments, but "
         "`use_reentrant=False`)"
     )
     raised = observed.raised
@@ -381,17 +381,17 @@ def _kept_alive(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
         refers = holder or "a variable"
         if not backward:
             seen = f"{what}: no backward went through them, and their losses are kept."
-            write = "`torch.no_grad()` around forwards that no backward follows; or `total += loss.item()`."
+            write = "run forwards without a backward under `torch.no_grad()`; or write `total += loss.item()`."
         elif in_graph:
             seen = f"{what} after backward: a graph that was not freed holds them, and {refers} refers to it."
-            write = f"`loss.backward()` without `retain_graph=True`; or a detached copy in the place of {refers}."
+            write = f"`loss.backward()` without `retain_graph=True`; or a detached copy instead of {refers}."
         elif holder.startswith("ctx."):
             seen = f"{what} after backward: {holder} refers to its own result, until the garbage collector runs."
-            write = "`ctx.save_for_backward` in the place of the attribute: what is saved so is freed by backward."
+            write = "`ctx.save_for_backward` instead of the attribute: backward frees what it saves."
         else:
             seen = f"{what} after backward: {refers} refers to them."
-            alone = "what is needed of it alone, as `x.detach().mean().item()`"
-            write = f"{alone}, into {refers}; or empty it after each step."
+            alone = "only what you need, such as `x.detach().mean().item()`"
+            write = f"put {alone}, into {refers}; or empty it after each step."
         yield _found(
             "the training loop" if not backward or in_graph else refers,
             seen,
@@ -410,8 +410,8 @@ def _of_the_loop(observed: Observations) -> Iterator[_Found]:
         yield _found(
             "the training loop",
             f"the losses of {summed.forwards} forwards are added up before one backward: {_size(summed.nbytes)} that "
-            f"their modules returned are alive at once, and {_size(summed.alone)} are of the largest forward.",
-            "real steps: the sum was taken apart when backward began; the graphs of its parts share parameters alone.",
+            f"their modules returned are alive at once; the largest forward alone needs {_size(summed.alone)}.",
+            "real steps: the sum was taken apart when backward began; the graphs of its parts share only parameters.",
             f"`(loss / {summed.forwards}).backward()` after each forward, or `loss.backward()` where the sum is meant.",
             forwards=summed.forwards,
             nbytes=summed.nbytes,
@@ -478,8 +478,8 @@ def _fragmentation(evidence: Evidence, observed: Observations) -> Iterator[_Foun
     yield _found(
         stats.device,
         f"{_size(stats.allocated_bytes)} were allocated at most and {_size(stats.reserved_bytes)} reserved, of "
-        f"{_size(stats.total_bytes)}: {_size(unused)} lay unused in pieces. The allocator had to give memory back and "
-        f"ask again {times(stats.retries)}.",
+        f"{_size(stats.total_bytes)}: {_size(unused)} were unused, in fragments. The allocator freed its cache and "
+        f"retried {times(stats.retries)}.",
         "torch.cuda.memory_stats, the peaks of the steps that were watched.",
         against_fragmentation(),
         allocated_bytes=stats.allocated_bytes,
@@ -518,11 +518,11 @@ def _output_held(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Fou
     yield _found(
         "the training loop",
         f"`out` of `out = model(...)` keeps {_size(step.loop.output_bytes)} alive through backward, the optimizer's "
-        f"step and the next forward, where the loss alone is needed: the peak is {_size(step.peak_bytes)}, and "
-        f"{_size(released.peak_bytes)} if the output is let go of.",
+        f"step and the next forward, though only the loss is needed: the peak is {_size(step.peak_bytes)}, and "
+        f"{_size(released.peak_bytes)} if you free the output.",
         "two simulated steps, with the output held and without.",
-        "the loss alone into a variable, or `del out` before `loss.backward()`; and plan with `hold_output=False`. The "
-        "Trainers of Hugging Face and Lightning let go of it by themselves: say `hold_output=False` there, too.",
+        "keep only the loss, or `del out` before `loss.backward()`; then plan with `hold_output=False`. Trainers of "
+        "Hugging Face and Lightning free the output: pass `hold_output=False` there, too.",
         held_bytes=step.loop.output_bytes,
         peak_bytes=step.peak_bytes,
         released_peak_bytes=released.peak_bytes,
@@ -559,8 +559,8 @@ def _never_again(evidence: Evidence, observed: Observations) -> Iterator[_Found]
     for where, paths in grouped(observed.never_again, starred_path).items():
         yield _found(
             where or evidence.name,
-            "its checkpointing is on (gradient_checkpointing=True), but it is in eval mode: backward ran nothing "
-            "again, and all activations were kept.",
+            "its checkpointing is on (gradient_checkpointing=True), but it is in eval mode: nothing was recomputed, "
+            "and all activations were kept.",
             f"{observed.steps} real steps, in which calls of modules in backward were counted.",
             "`model.train()` before the training loop: models that from_pretrained returns are in eval mode.",
             modules=len(paths),
@@ -577,7 +577,7 @@ def _saves_nothing(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_F
             yield _of_regions(
                 account,
                 f"dropped {_size(account.dropped_bytes)} and kept {_size(account.pinned_bytes + account.held_bytes)} "
-                "that is not kept without: they free nothing.",
+                "that a plain call does not keep: they free nothing.",
                 f"{WALKED}{evidence.compared(account.name)}.",
                 f"{evidence.without_it(account.name)}, or a region that reaches back to where its input is made.",
                 ("dropped_bytes",),
@@ -586,7 +586,7 @@ def _saves_nothing(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_F
         if not account.dropped_bytes:
             yield _of_regions(
                 account,
-                "dropped 0 bytes: all that autograd saves in there are inputs and parameters, which are alive anyway.",
+                "dropped 0 bytes: autograd saves only inputs and parameters there, which are alive anyway.",
                 "one simulated step, in which each tensor that autograd saved in a region was "
                 f"counted{evidence.compared(account.name)}.",
                 f"{evidence.without_it(account.name)}, or a region that reaches to where its result is consumed.",
@@ -601,7 +601,7 @@ def _saves_nothing(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_F
             name if len(paths) > 1 else paths[0],
             f"{counted(len(paths), 'region')} of the plan never ran: {paths[0]} was not called with gradients.",
             "one simulated step, in which the calls of every region were counted.",
-            f"a plan without {name}; or call the module: a model in eval mode may take another way.",
+            f"a plan without {name}; or call the module: a model in eval mode may skip it.",
             regions=len(paths),
         )
 
@@ -614,8 +614,8 @@ def _lowers_no_peak(evidence: Evidence, simulated: SimulatedSteps, account: Acco
     if account.replay_ops and peak >= without:
         yield _found(
             account.where,
-            f"one checkpoint drops {_size(account.freed_bytes)} that are alive at the peak all the same: it is "
-            f"{_size(peak)}, and {_size(without)} without it, and {account.replay_ops} operations are run again.",
+            f"one checkpoint drops {_size(account.freed_bytes)} and does not lower the peak: that is {_size(peak)} "
+            f"with it and {_size(without)} without it, and {account.replay_ops} operations run again.",
             "two simulated steps, with the checkpoint as a region and without it.",
             f"{evidence.without_it(account.where)}: what the last layer drops, backward needs at once.",
             peak_bytes=peak,
@@ -641,9 +641,9 @@ def _output_pins(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Fou
             yield _of_regions(
                 account,
                 f"keep {_size(account.stashed_bytes)} in {account.stashed_by[0]}: a region drops what is saved for "
-                "backward, and attributes of ctx are not.",
+                "backward, but not attributes of ctx.",
                 f"{WALKED}.",
-                "`ctx.save_for_backward` in the place of the attribute.",
+                "`ctx.save_for_backward` instead of the attribute.",
                 ("stashed_bytes",),
             )
         if not _is_pinned(account) or account.freed_bytes < 0 or _is_fused_attention(account):
@@ -653,8 +653,8 @@ def _output_pins(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Fou
             f"dropped {_size(account.dropped_bytes)}, of which {_size(account.pinned_bytes)} are held by "
             f"{', '.join(account.pinned_by)}.",
             f"{WALKED}{evidence.compared(account.name)}.",
-            "a region that reaches through the consumer, the consumer being a saved call: `recompute(lambda x: "
-            "no_recompute(consumer)(fn(x)))(x)`; or none here.",
+            "extend the region through the consumer, as a saved call: `recompute(lambda x: "
+            "no_recompute(consumer)(fn(x)))(x)`; or use no region here.",
             ("dropped_bytes", "pinned_bytes", "freed_bytes"),
         )
 
@@ -667,9 +667,9 @@ def _made_worse(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Foun
             continue
         yield _of_regions(
             account,
-            f"keep {_size(account.held_bytes)} of inputs that nothing else keeps, and free "
-            f"{_size(account.dropped_bytes - account.pinned_bytes)}: {_size(-account.freed_bytes)} more than the "
-            "plain call.",
+            f"keep {_size(account.held_bytes)} of inputs that nothing else keeps, and free only "
+            f"{_size(account.dropped_bytes - account.pinned_bytes)}: {_size(-account.freed_bytes)} more is kept than "
+            "by the plain call.",
             f"{WALKED}{evidence.compared(account.name)}.",
             f"{evidence.without_it(account.name)}: the result of such an operation is all that its backward needs.",
             ("held_bytes", "freed_bytes"),
@@ -706,8 +706,8 @@ def _needless(evidence: Evidence, simulated: SimulatedSteps) -> dict[str, _Found
             continue
         found[starred_path(account.paths[0])] = _of_regions(
             account,
-            f"around {', '.join(one.name for one in inner)}, which are regions as well, and around little else: "
-            f"{_size(max(freed, 0))} less at the peak, for {_gflop(replayed)} more that are replayed "
+            f"around {', '.join(one.name for one in inner)}, which are regions too, and little else: the peak is "
+            f"{_size(max(freed, 0))} lower, and {_gflop(replayed)} more are replayed "
             f"({_gflop(step.flops['replay'])} in all).",
             f"two simulated steps: the peak is {_size(step.peak_bytes)}, and {_size(without.peak_bytes)} without it.",
             f"{evidence.without_it(account.name)}; the regions in it stay.",
@@ -734,9 +734,9 @@ def _recomputed_twice(evidence: Evidence, simulated: SimulatedSteps) -> Iterator
         elif _is_fused_attention(account) and _is_pinned(account) and account.replay_flops:
             yield _of_regions(
                 account,
-                "hold a fused attention, whose backward makes the scores again by itself; its forward is run once "
-                f"more ({_gflop(account.replay_flops)}) to free {_size(account.freed_bytes)}, since its result is "
-                f"held by {', '.join(account.pinned_by)}.",
+                "hold a fused attention, whose backward recomputes the scores itself; its forward runs once "
+                f"more ({_gflop(account.replay_flops)}) and frees only {_size(account.freed_bytes)}, since its result "
+                f"is held by {', '.join(account.pinned_by)}.",
                 BY_REGION,
                 f'no region on {account.name}; in a region around the whole layer, keep it: `keep=("@attention",)`.',
                 ("replay_flops", "freed_bytes"),
@@ -745,8 +745,8 @@ def _recomputed_twice(evidence: Evidence, simulated: SimulatedSteps) -> Iterator
             yield _of_regions(
                 account,
                 f"run a fused attention again ({_gflop(account.attention_replays)}), and free "
-                f"{_size(account.freed_bytes)}, no more than its results are ({_size(account.attention_bytes)}): the "
-                "scores are not kept without the region either.",
+                f"{_size(account.freed_bytes)}, no more than its results ({_size(account.attention_bytes)}): fused "
+                "attention does not keep the scores.",
                 BY_REGION,
                 f"a plan without {account.name}; or a region around more than the attention that keeps it, as "
                 '`keep=("@attention",)` says (attention_output among recompute_modules).',
@@ -766,7 +766,7 @@ def _nested_region(evidence: Evidence, step: Simulation, account: Account) -> It
         confirmed += f"; the peak is {_size(step.peak_bytes)} with it and {_size(outer.peak_bytes)} without"
     yield _of_regions(
         account,
-        f"are in {around}, which is a region as well: {account.forward_ops} operations in forward, "
+        f"are in {around}, which is a region too: {account.forward_ops} operations in forward, "
         f"{account.replay_ops} in replays ({_gflop(account.replay_flops)} replayed, {_gflop(account.forward_flops)} "
         "in one forward).",
         f"{confirmed}.",
@@ -823,14 +823,14 @@ def _replayed_flops(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_
     flops = better.predicted_replay_flops or 0
     if flops > replay - NEAR * total:
         return
-    mend = _plan_for(budget) + ("" if in_plan else " in the place of the regions in the code")
+    mend = _plan_for(budget) + ("" if in_plan else " instead of the regions in the code")
     yield _found(
         most.where,
         f"replays are {replay / total:.0%} of the step's FLOPs ({_gflop(replay)} of {_gflop(total)}), "
         f"{most.replay_flops / replay:.0%} of them in {most.name or 'the model'}.",
         "one simulated step, in which FLOPs of products and attention were counted by phase and region; and a plan "
         "that was made for the same memory.",
-        f"{mend}: with the same memory it replays {_gflop(flops)}.",
+        f"{mend}: it replays {_gflop(flops)} with the same memory.",
         share=replay / total,
         replay_flops=replay,
         better_replay_flops=flops,
@@ -853,7 +853,7 @@ def _replayed_seconds(evidence: Evidence, observed: Observations) -> Iterator[_F
         f"replays take {total / step:.0%} of the step ({1000 * total:,.1f} of {1000 * step:,.1f} "
         f"ms), {units[most] / total:.0%} of that in {most or 'the model'}.",
         f"{observed.steps} real steps, in which each replay and each step were timed.",
-        "a plan of `make_plan` whose budget is what the device has: it replays what costs least; or "
+        "a plan of `make_plan` for the memory that the device has: it replays what costs least; or "
         f'`keep=("@product",)` for {most or "the model"}.',
         share=total / step,
         replay_seconds=total,
@@ -881,12 +881,12 @@ def _fallbacks(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
             if observed.resumed:
                 what += f" (it goes on in {', in '.join(observed.resumed[:SHOWN])})"
             write = (
-                "the call that is not compiled outside of what is compiled, or `torch.compile(model, fullgraph=True)` "
-                "to see where it is."
+                "move the call that is not compiled outside the compiled part; `torch.compile(model, fullgraph=True)` "
+                "shows where it is."
             )
         yield _found(
             evidence.name,
-            f"{reason}: {times(count)}. There {what}, and no choice of what to save reaches across.",
+            f"{reason}: {times(count)}. There {what}, and no plan reaches across the cut.",
             "the compiler's own counters, of all that was compiled since the process began: the model was before."
             if observed.compiled_before
             else "the compiler's own counters, before and after the steps.",
@@ -967,7 +967,7 @@ def _budget(count: int) -> str:
 
 def _plan_for(count: int) -> str:
     """Returns what to write for a plan within so many bytes, for the step that was examined."""
-    return f"the plan of `make_plan` for what was examined here and `budget={_budget(count)}`"
+    return f"apply the plan of `make_plan` for this step and `budget={_budget(count)}`"
 
 
 def _gflop(count: float) -> str:

@@ -171,7 +171,7 @@ def bad_budget(budget: object) -> str:
     return (
         f"budget={budget!r} is not a budget.\n"
         '  Write bytes (24 * 2**30), a text with a unit ("24GiB", "24GB", "800MiB"), a share of the activation memory '
-        'from 0, the least peak, to below 1 (0.4, "40%"), or "fit" for what the device has free.'
+        'from 0, the smallest peak of any plan, to below 1 (0.4, "40%"), or "fit" for what the device has free.'
     )
 
 
@@ -187,8 +187,8 @@ def no_plan_fits(budget: str, smallest: int, plain: int, advice: str) -> str:
 def too_small(budget: str, smallest: int, plain: int) -> str:
     """The sentence that every budget that is too small, here as it was written, begins with."""
     return (
-        f"budget={budget} is too small for a step of this model: with the plan that needs the least its peak is "
-        f"{errors.size(smallest, up=True)} ({smallest} bytes), without recomputation {errors.size(plain)}."
+        f"budget={budget} is too small for a step of this model: the plan with the smallest peak needs "
+        f"{errors.size(smallest, up=True)} ({smallest} bytes); without recomputation the peak is {errors.size(plain)}."
     )
 
 

@@ -16,13 +16,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .._text import grouped, listed
+
 PRODUCT, DOWN, MATMUL, ATTENTION, VALUES_UNUSED = "product", "down", "matmul", "attention", "values_unused"
 REDUCTION, COLLECTIVE = "reduction", "collective"
 KINDS: Mapping[str, tuple[str, str]] = {
     ATTENTION: ("attention", "scaled dot product attention, and flex attention"),
-    PRODUCT: ("products", "products with a parameter: linear layers, convolutions, stacked experts"),
-    DOWN: ("products that shrink", "those with a matrix that make less than they read, as the last one of an MLP does"),
-    MATMUL: ("products without parameters", "such as attention scores written by hand"),
+    PRODUCT: ("matmuls", "products with a parameter: linear layers, convolutions, stacked experts"),
+    DOWN: ("down-projections", "products with a matrix whose output is smaller than their input, as an MLP's last one"),
+    MATMUL: ("matmuls without parameters", "such as attention scores written by hand"),
     VALUES_UNUSED: (
         "",
         "products whose values nothing that is rebuilt needs, such as the last one in front of a dropout that ends a "
@@ -117,11 +119,24 @@ class Choice:
             return f"offload {', '.join(self.paths) or 'the model'}: what it saves {stored_in(self.store)}{asked}"
         where = self.paths[0] if len(self.paths) == 1 else f"{self.paths[0]} to {self.paths[-1]}"
         again = ", then each again" if self.nested else ""
-        kept = f", but not {', '.join(self.keep)}" if self.keep else ""
+        kept = f", {kept_in_words(self.kept)}" if self.keep else ""
         carried = ", decisions carried" if self.carry else ""
         stored = f", inputs {stored_in(self.store)}" if self.store else ""
         what = f"{where or 'the model'} {SHORT}" if self.elastic else f"recompute {where or 'the model'}"
         return f"{what}{again}{kept}{carried}{stored}{asked}"
+
+
+def kept_in_words(targets: Sequence[Target]) -> str:
+    """Says what a region does not run again: `attention and matmuls in up kept, down not rerun`."""
+    by_kind = grouped(targets, lambda target: target.calls)
+    unused = [target.module or "matmuls that only feed a dropout" for target in by_kind.pop(VALUES_UNUSED, [])]
+    kept: list[str] = []
+    for calls, same in sorted(by_kind.items(), key=lambda kind: (kind[0] != "", any(one.module for one in kind[1]))):
+        word = KINDS[calls][0] if calls else ""
+        modules = listed([target.module for target in same if target.module])
+        kept.append(" in ".join(filter(None, [word, modules])))
+    said = [f"{listed(kept)} kept"] * bool(kept) + [f"{listed(unused)} not rerun"] * bool(unused)
+    return ", ".join(said)
 
 
 def written(fields: Sequence[tuple[str, Any]]) -> dict[str, Any]:

@@ -96,13 +96,13 @@ def _mla_up_proj(units: Units) -> list[Choice]:
 
 
 MEANS: Mapping[str, str] = {
-    "core_attn": "a region around each attention, products and fused attention kept: scores written out are recomputed",
-    "attention_output": "a region around each attention, fused attention kept: the projections in front are recomputed",
+    "core_attn": "a region around each attention, matmuls and fused attention kept: explicit scores are recomputed",
+    "attention_output": "a region around each attention, fused attention kept: projections before it are recomputed",
     "mlp": "a region around each dense MLP",
     "moe": "a region around each mixture of experts, router included, its decisions carried",
-    "moe_act": "a region around the experts, products kept",
+    "moe_act": "a region around the experts, matmuls kept",
     "shared_experts": "a region around each MLP that all tokens go through beside the experts",
-    "layernorm": "a region around each layer, all that holds products kept: norms, residual adds and dropout remain",
+    "layernorm": "a region around each layer, modules with matmuls kept: norms, residual adds, dropout are recomputed",
     "mla_up_proj": "a region around each MLA attention; down-projections, output projection and attention call kept",
 }
 """What each label asks for."""

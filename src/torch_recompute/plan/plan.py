@@ -47,15 +47,16 @@ WORDS: Mapping[str, str] = {
     "not counted:": "what takes memory beside the tensors of the step; leave room for it in a budget of your own",
     "step": "the predicted time of a training step: forward, backward and optimizer",
     "GFLOP replayed": "work of matrix products and convolutions that is done again",
-    "no schedule is faster": "a bound: whatever is kept and recomputed within the budget, no step is faster than that",
-    "about the": "what the bound allows to a schedule and a plan does not do",
+    "of optimal": "a bound: no choice of what to keep and recompute within this budget makes the step faster by more",
+    "about the": "why a plan may not reach the bound",
     "seconds:": "where the times are from",
     "assumed:": "what could not be known of the step, and is not in the peak or only guessed",
     "(not counted:": "operations that are not known to take nothing while they run, on a device that is not here to be "
     "asked; the share is that of a copy of their arguments and results",
     "count": "how many layers, or groups of layers, are treated alike and share a row",
-    "kept": "what each keeps from its forward to its backward; `(products kept)`, `up@product kept`: results inside "
-    "of a region that stay, so that these calls do not run again",
+    "kept": "what each keeps from its forward to its backward; `(matmuls kept)`, `matmuls in up kept`: results inside "
+    "a region that stay, so that these calls do not run again",
+    "not rerun": "the call is skipped in the replay, and its result is not kept: nothing there reads its values",
     "freed": "how much less that is than without recomputation",
     "replay ms": "what each adds to the time of the step; a replay is the second run, in backward",
     "per ms": "the rate by which layers are chosen: bytes freed for each millisecond",
@@ -77,7 +78,8 @@ CHOICE_WORDS: Mapping[str, str] = {
     "recompute": "the module that is a region; `a to b`: several that are recomputed together as one",
     SHORT: "a region that keeps its activations while memory lasts, and is recomputed where it does not",
     "then each again": WORDS["then each again"],
-    "but not": "calls inside that do not run again: their results are kept",
+    "kept": "calls inside the region that do not run again, because their results are kept",
+    "not rerun": WORDS["not rerun"],
     "decisions carried": "which experts tokens go to is taken from the forward, not decided again",
     "offload": "not recomputed: what the module, or the calls in it, save for backward waits in a store",
     "inputs": "where the inputs of the region wait until backward",
@@ -188,12 +190,12 @@ class Prediction:
         moved = [line for line in self.lines if line.what.startswith(OFFLOADED)]
         recomputed = [line for line in self.lines if line.what != NOT_RECOMPUTED and line not in moved]
         of, away, all_of = (sum(x.count * x.layers for x in lines) for lines in (recomputed, moved, self.lines))
-        parts = "" if any(line.whole for line in recomputed) or not recomputed else "parts of "
+        partially = "" if any(line.whole for line in recomputed) or not recomputed else "partially "
         kinds = {target.calls for choice in choices for target in choice.kept}
         words = [word for kind, (word, _) in KINDS.items() if kind in kinds and word]
         kept = listed(words + ["modules"] * ("" in kinds))
-        layers = f"{parts}{of} of {all_of} layers" if all_of else counted(len(choices), "region")
-        layers += f" {SHORT}" if elastic else f" {RECOMPUTED}" * bool(all_of)
+        layers = f"{of} of {all_of} layers" if all_of else counted(len(choices), "region")
+        layers += f" {partially}{SHORT}" if elastic else f" {partially}{RECOMPUTED}" * bool(all_of)
         said = f"{peak}{hosted}, {slower}, {layers}" + (f" ({kept} kept)" if kept else "")
         return said + (f", {away} offloaded" if away else "")
 
@@ -202,13 +204,12 @@ class Prediction:
             f"budget {self.budget or errors.brief(self.budget_bytes)}",
             *([] if self.loop is None else [f"counted: {self.loop}", f"not counted: {NOT_COUNTED}"]),
             f"step {_ms(self.step_seconds)} on {self.device}, {_ms(self.plain_step_seconds)} without recomputation; "
-            f"{self.replay_flops / 1e9:,.1f} GFLOP replayed; no schedule is faster by more than {100 * self.gap:.1f} %",
+            f"{self.replay_flops / 1e9:,.1f} GFLOP replayed; within {100 * self.gap:.1f} % of optimal",
         ]
         if self.gap >= WIDE:
             head.append(
-                f"about the {100 * self.gap:.1f} %: that limit is of schedules that may drop any part of what any "
-                "operation keeps; a plan drops what whole modules keep, but for calls that it names, so some of it, or "
-                "all, is out of reach"
+                f"about the {100 * self.gap:.1f} %: the bound may drop any single tensor; a plan drops what whole "
+                "modules keep, except for calls that it names, so it may already be the best plan"
             )
         if self.timing:
             head.append(f"seconds: {self.timing}")
@@ -332,8 +333,9 @@ class Plan:
         """Says what each word and each column of the printed plan means."""
         printed = str(self)
         words = WORDS if self.prediction is not None or self.sizes else CHOICE_WORDS
-        kinds = {f"@{kind}": meaning for kind, (_, meaning) in KINDS.items()}
-        return explained({word.strip(":"): said for word, said in {**words, **kinds}.items() if word in printed})
+        kept = {target.calls for choice in self.all_choices for target in choice.kept}
+        kinds = {word: meaning for kind, (word, meaning) in KINDS.items() if word and kind in kept}
+        return explained({word.strip(":"): said for word, said in words.items() if word in printed} | kinds)
 
     @property
     def predicted_peak_bytes(self) -> int | None:

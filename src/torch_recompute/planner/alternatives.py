@@ -122,10 +122,10 @@ def in_words(found: Sequence[Alternative], budget: int | None, *, option: bool) 
         return ", ".join(f"{word} ({peak})" for word, peak in words)
 
     if budget is None:
-        return [f"Lower it, each by itself: {named(found)}."] if found else []
+        return [f"Each of these lowers it: {named(found)}."] if found else []
     fitting, others = ([one for one in found if (one.peak_bytes <= budget) is fits] for fits in (True, False))
-    said = [f"Within the budget, each by itself: {named(fitting)}."] if fitting else []
-    return [*said, *([f"Lower, but not enough alone: {named(others)}."] if others else [])]
+    said = [f"Each of these fits: {named(fitting)}."] if fitting else []
+    return [*said, *([f"Each of these lowers the peak, but not enough alone: {named(others)}."] if others else [])]
 
 
 def plan_or_tell(planner: Planner, budget: object) -> Plan:
@@ -141,6 +141,6 @@ def plan_or_tell(planner: Planner, budget: object) -> Plan:
         promise = least.prediction
         wanted = Limit(promise.budget_bytes, promise.budget)
         more = in_words(alternatives(planner, wanted), wanted, option=False)
-        advice = "\n  ".join(filter(None, [f"It is made of {held_by(planner.least[1])}.", *more, promise.advice]))
+        advice = "\n  ".join(filter(None, [f"That peak holds {held_by(planner.least[1])}.", *more, promise.advice]))
         text = no_plan_fits(wanted.said, error.smallest, planner.plain.peak_bytes, advice)
         raise errors.BudgetError(text, error.smallest, least) from None

@@ -93,7 +93,7 @@ class Scale:
     def __str__(self) -> str:
         busy = f" on a busy machine: its repeats differed by {self.spread:.0%}, so plan again on one that is idle"
         noise = busy if self.spread > BUSY else ""
-        return f"then what regions add x {self.replays:.2f}, as in a step that was run {self.ran}{noise}"
+        return f"replays scaled by {self.replays:.2f} to match a step that was run {self.ran}{noise}"
 
     def __call__(self, costs: Costs) -> Costs:
         """The costs in these seconds."""

@@ -421,9 +421,9 @@ class LayoutPlanner(LayoutRanks):
             said = allowed.budget or errors.size(allowed.budget_bytes)
             raise errors.BudgetError(
                 f"budget={said} is too small for rank {worst.rank} of the pipeline, which "
-                f"needs the most: with the plan that needs the least its peak is {least} ({worst.peak_bytes} bytes), "
-                f"without recomputation {errors.size(worst.plain_peak_bytes)}; {errors.size(up)} of either are "
-                "weights, gradients and optimizer state.\n"
+                f"needs the most: the plan with the smallest peak needs {least} ({worst.peak_bytes} bytes); "
+                f"without recomputation the peak is {errors.size(worst.plain_peak_bytes)}; {errors.size(up)} of either "
+                "are weights, gradients and optimizer state.\n"
                 f"  Write --budget {least.replace(' ', '')} or more, or spread the step over more ranks.",
                 worst.peak_bytes,
                 worst.plan,

@@ -110,8 +110,8 @@ class Overhead(NamedTuple):
         return self.region * regions + self.call * calls + self.watched * watched
 
     def __str__(self) -> str:
-        each = f"{1000 * self.region:.2f} ms for each region, {1e6 * self.call:.0f} us for each call that it keeps"
-        return f", {each} and {1e6 * self.operation:.0f} us for each operation in it" if self.region else ""
+        each = f"{1000 * self.region:.2f} ms per region, {1e6 * self.call:.0f} us per kept call"
+        return f", {each} and {1e6 * self.operation:.0f} us per replayed operation" if self.region else ""
 
 
 def _overhead(kept: PriceFile) -> Overhead:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from .. import errors
 from .._text import starred
 from ..memory.budget import Limit, bytes_meant
-from ..plan.choice import Choice, joined, stored_in
+from ..plan.choice import Choice, joined, kept_in_words, stored_in
 from ..plan.plan import NOT_RECOMPUTED, OFFLOADED, Line, Plan, Prediction
 from ..plan.roles import inside
 from .bound import bound
@@ -155,7 +155,7 @@ def _what(option: Option) -> str:
     whole = "recomputed" if option.span == 1 else f"{option.span} recomputed together"
     parts = [
         (f"{' with '.join(c.paths)} recomputed" if any(c.paths) else whole + ", then each again" * c.nested)
-        + (f", {', '.join(c.keep)} kept" if c.keep else "")
+        + (f", {kept_in_words(c.kept)}" if c.keep else "")
         for c in option.regions
     ]
     return "; ".join(parts) + (f"; inputs {stored_in(option.store)}" if option.store else "")

@@ -516,8 +516,7 @@ def _advise(wide: list[int], width: int, peak_bytes: int) -> str:
     if share < _WORTH_ADVICE:
         return ""
     return (
-        f"{share:.0%} of the peak ({errors.size(sum(wide))}) are {counted(len(wide), 'tensor')} of the loss as wide as "
-        f"the logits ({width:,}), which no recomputation of layers frees. Compute the head and the loss for some "
-        "tokens at a time: recompute(head_and_loss, tiles=8)(hidden, labels), where head_and_loss returns a loss per "
-        "token."
+        f"{share:.0%} of the peak ({errors.size(sum(wide))}) is {counted(len(wide), 'logits-sized tensor')} of the "
+        f"loss (width {width:,}), which recomputing layers does not free. Compute the head and the loss in tiles: "
+        "recompute(head_and_loss, tiles=8)(hidden, labels), where head_and_loss returns a loss per token."
     )

@@ -10,7 +10,7 @@ const HOSTED = DATA.steps.some((step) => step.host_bytes);
 const COLUMNS = [
   ["where", "part", "path"], ["count", "how many", "number"], ["what", "what becomes of it", ""],
   ["saved_bytes", "keeps", "number", bytes], ["freed_bytes", "frees", "number", bytes],
-  ...(HOSTED ? [["host_bytes", "in host memory", "number", bytes]] : []), ["seconds", "costs", "number", seconds], ["why", "why", ""],
+  ...(HOSTED ? [["host_bytes", "in host memory", "number", bytes]] : []), ["seconds", "costs", "number", seconds], ["why", "freed per ms", ""],
 ];
 const WIDE = 1000, LEFT = 62, RIGHT = 12;
 const state = { shown: DATA.chosen, sample: null, column: null, direction: 1 };
