@@ -88,7 +88,7 @@ docs: $(VENV)/.stamp-docs  ## the manual, into site (Python 3.11 or newer)
 pages: $(VENV)/.stamp-installed $(VENV)/.stamp-dev  ## what in docs is made from results and drawings
 	$(BIN)/python tools/pages.py
 
-first-minutes: $(VENV)/.stamp-dev browser  ## follow the quick start in an empty folder, timed, with pictures: docs/first-minutes.md
+first-minutes: $(VENV)/.stamp-dev browser  ## follow the quick start in an empty folder, and write its outputs, times and pictures
 	$(BIN)/python tools/first_minutes.py $(ARGS)
 
 clean:  ## remove every .venv and everything built

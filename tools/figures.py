@@ -84,22 +84,6 @@ def blocks() -> str:
     return _table(("peak MiB of eight blocks", *FORMS.values()), rows)
 
 
-def costs() -> str:
-    """What the engine costs, beside torch's own."""
-    regions = {(row["saved_tensors"], row["engine"]): row["us"] for row in _result("region_overhead-cpu")["figures"]}
-    added = next(row for row in _result("saved_call_overhead-cpu")["figures"] if row["name"] == "added")
-    idle = {row["engine"]: row for row in _result("idle_costs-cpu")["figures"]}
-    rows = [
-        (f"a region, {saved} saved tensors", *(f"{regions[saved, by]:.0f} us" for by in ("torch-recompute", "torch")))
-        for saved in (2, 5, 20)
-    ]
-    rows.append(("keeping one call of a region", f"{added['ours_us']:.0f} us", f"{added['torch_us']:.0f} us"))
-    rows.append(
-        ("a region under `torch.no_grad()`", *(f"{idle[engine]['no_grad_us']:.1f} us" for engine in ("ours", "torch")))
-    )
-    return _table(("what it adds to a step, on a CPU", "torch-recompute", "torch"), rows)
-
-
 def exact() -> str:
     """How far simulated peaks are from measured ones."""
     found = _result("simulated_peak-cpu")["figures"]
@@ -146,45 +130,12 @@ def frontier_goals() -> str:
     return _table(head, rows)
 
 
-def frontier_budgets() -> str:
-    """Peers and plans: what the best peer replays within a budget, and what ours does."""
-    rows: list[tuple[str, ...]] = []
-    for title, result in _frontiers().items():
-        replayed = {_title(peer): peer["replay_percent"] for peer in result["peers"]}
-        for row in result["ours"]:
-            best = row["best_peer"]
-            if row["replay_flops"] or (best is not None and replayed[best]):
-                peer = "none" if best is None else f"{best}: {replayed[best]:.2f} %"
-                less = "" if row["less_percent"] is None else f"{row['less_percent']:.0f} %"
-                if row["peak_bytes"] > row["promise"]["budget_bytes"]:
-                    less = "over budget"
-                budget = f"{row['promise']['budget_bytes'] / MIB:.1f}"
-                rows.append((title, row["setting"], budget, f"{row['replay_percent']:.2f} %", peer, less))
-    return _table(("model", "budget", "MiB", "ours replays", "best peer that fits", "less"), rows)
-
-
-def frontier_lost() -> str:
-    """Peers and plans: where a peer with the plain step's gradients is better than ours within its peak."""
-    rows: list[tuple[str, ...]] = []
-    for title, result in _frontiers().items():
-        right = {_title(peer): peer for peer in result["peers"] if not peer["gradient_difference"]}
-        for match in result["matches"]:
-            if match["peer"] in right and not match["no_more_flops"]:
-                peer, ours = right[match["peer"]], match["ours"]
-                said = "none fits" if ours is None else f"{ours['replay_percent']:.2f} %"
-                if ours is not None and ours["peak_bytes"] > ours["promise"]["budget_bytes"]:
-                    said += f", over budget at {ours['peak_bytes'] / MIB:.2f} MiB"
-                mib = f"{peer['peak_bytes'] / MIB:.2f}"
-                rows.append((title, match["peer"], mib, f"{peer['replay_percent']:.2f} %", said))
-    return _table(("model", "peer", "MiB", "it replays", "ours replays"), rows)
-
-
 def compiled() -> str:
-    """Compiled steps: torch's budgets, and `Partition` at the peaks that they came to; then what is claimed."""
+    """Compiled steps: torch's budget of 10 %, and `Partition` at the peaks that it came to; then what is claimed."""
     result = _result("compiled-cpu")
     rows: list[tuple[str, ...]] = []
     for row in result["figures"]:
-        if row["by"] != "torch" or row["budget"] == "none":
+        if row["by"] != "torch" or row["budget"] != "10%":
             continue
         ours = [one for one in result["figures"] if one["model"] == row["model"] and one["by"] != "torch"]
         low = [one for one in ours if one["peak_mib"] <= row["peak_mib"]]
@@ -192,31 +143,22 @@ def compiled() -> str:
         wrong = f"**{row['gradients_off']:.1f}**" if row["gradients_off"] > 1e-3 else "0"
         halves = [(f"{one['peak_mib']:.1f} MiB", f"{one['replayed_gflop']:.2f}") for one in (row, best) if one]
         theirs, half = halves if best else (*halves, ("none as low", ""))
-        rows.append((row["model"], row["budget"], *theirs, wrong, *half))
-    head = ("model", "torch's budget", "peak", "GFLOP again", "gradients off", "`Partition`: peak", "GFLOP again")
+        rows.append((row["model"], *theirs, wrong, *half))
+    head = ("model", "torch's 10 %: peak", "GFLOP again", "gradients off", "`Partition`: peak", "GFLOP again")
     claims = ((said, figure, goal, "yes" if holds else "**no**") for said, figure, goal, holds in result["claims"])
     return _table(head, rows) + "\n\n" + _table(("claim", "figure", "goal", "holds"), claims)
 
 
 def doctor() -> str:
-    """The doctor: each faulty set-up with what was found in it and mends it, and the healthy ones."""
+    """The doctor: how many faulty set-ups it finds, and how many healthy ones it finds something in."""
     found = _result("doctor-cpu")
-    rows = [
-        (
-            row["name"],
-            f"[{row['kind']}](#{row['kind']})" if row["where"] else "**missed**",
-            ", ".join(f"`{where}`" for where in row["where"]),
-            row["mend"],
-            "**yes**" if row["kind"] in row["after"] else "no",
-        )
-        for row in found["faulty"]
-    ]
-    healthy = [(row["name"], ", ".join(row["found"]) or "nothing") for row in found["healthy"]]
-    head = ("set-up", "finding", "where", "mend", "found in the mended one")
     missed = sum(not row["where"] for row in found["faulty"])
+    left = sum(row["kind"] in row["after"] for row in found["faulty"])
     wrong = sum(bool(row["found"]) for row in found["healthy"])
-    said = f"Of {len(rows)} faulty set-ups {missed} are missed; of {len(healthy)} healthy ones {wrong} get a finding."
-    return "\n\n".join((said, _table(head, rows), _table(("healthy set-up", "found"), healthy)))
+    return (
+        f"Of {len(found['faulty'])} faulty set-ups {missed} are missed, and {left} keep the finding after its fix; "
+        f"of {len(found['healthy'])} healthy ones {wrong} get a finding."
+    )
 
 
 def _title(point: dict[str, Any]) -> str:
@@ -228,12 +170,9 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "saves": saves,
     "replays": replays,
     "blocks": blocks,
-    "costs": costs,
     "exact": exact,
     "promise": promise,
     "frontier_goals": frontier_goals,
-    "frontier_budgets": frontier_budgets,
-    "frontier_lost": frontier_lost,
     "compiled": compiled,
     "doctor": doctor,
 }

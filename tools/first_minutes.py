@@ -1,13 +1,12 @@
-"""Follows the quick start to the letter in an empty folder, and writes what was seen: `docs/first-minutes.md`.
+"""Follows the quick start to the letter in an empty folder, and writes into it what was printed, and how long it took.
 
-    python tools/first_minutes.py      # `make first-minutes`: ten minutes, and 2 GB in a folder that goes after it
+    python tools/first_minutes.py      # `make first-minutes`: minutes, and 2 GB in a folder that is removed after it
 
 The lines of `docs/quick-start.md` are run as they are there: those for a shell in an environment that is made for it,
-the Python blocks one after the other in one process of it. The page has each with its seconds and what it printed.
-Three pictures are taken in the browser of the tests: a terminal, the report's page, and the notebook of
-`docs/notebooks` about reports, run and drawn by Jupyter's own nbconvert. `tests/project/test_pages.py` looks whether
-the page is of today's quick start; no test sees that seconds and printed words grow old, so run it after those have
-changed.
+the Python blocks one after the other in one process of it. A block of text below one of them becomes the start of what
+it printed, and the table of times is written again. Two pictures are taken in the browser of the tests: a terminal, and
+the report's page. `tests/project/test_pages.py` looks whether the times are of today's commands; no test sees that
+seconds and printed words grow old, so run it after those have changed.
 """
 
 from __future__ import annotations
@@ -36,8 +35,14 @@ from support.browser import Browser, find_browser, why_none  # noqa: E402
 
 DOCS = ROOT / "docs"
 PIP = "pip install torch "
-# A heading, a line for a shell, or a block of Python.
-PART = re.compile(r"^## (?P<title>.+)$|^ {4}(?P<shell>\S.*?)(?: {2,}#.*)?$|^```python\n(?P<python>[\s\S]*?)^```$", re.M)
+# A heading, a line for a shell, a block of Python, or a block of what the one before it printed.
+PART = re.compile(
+    r"^## (?P<title>.+)$|^ {4}(?P<shell>\S.*?)(?: {2,}#.*)?$|^```python\n(?P<python>[\s\S]*?)^```$"
+    r"|^```text\n(?P<output>[\s\S]*?)^```$",
+    re.M,
+)
+TIMES = re.compile(r"(<!-- times: .*? -->\n)[\s\S]*?(<!-- end of times -->)")
+LINES, WIDE = 5, 100  # of an output that are shown
 SESSION = """
 import json, sys, time
 scope = {"__name__": "__main__"}
@@ -46,32 +51,10 @@ for line in sys.stdin:
     exec(compile(json.loads(line), "quick-start", "exec"), scope)
     print(f"\\0{time.perf_counter() - began}", flush=True)
 """
-PAGE = """# The first minutes
-
-The output of the [quick start](quick-start.md), step by step, with times. `make first-minutes` runs it in an empty
-folder and writes this page. Recorded on {machine}.
-
-{table}
-
-## Screenshots
-
-A terminal, with the plan of step 5:
-
-![The command torch-recompute plan in a terminal: peak, time, a row for each kind of layer](pictures/terminal.png)
-
-The report that `torch-recompute report` wrote; its slider shows the plans for other budgets:
-
-![The report's page: memory over the step, the curve of budget and time, and the placements](pictures/report-page.png)
-
-A notebook, [reading a report](notebooks/report.ipynb), which shows a plan as a table:
-
-![A notebook whose cell shows a plan](pictures/notebook.png)
-
-{parts}"""
 
 
 def parts() -> Iterator[tuple[str, str]]:
-    """The quick start as what it is made of: "title", "shell" or "python", and the text."""
+    """The quick start as what it is made of: "title", "shell", "python" or "output", and the text."""
     for match in PART.finditer((DOCS / "quick-start.md").read_text("utf-8")):
         yield match.lastgroup or "", match[match.lastgroup or 0].rstrip()
 
@@ -123,10 +106,9 @@ def style() -> str:
     font = base64.b64encode((Path(matplotlib.get_data_path()) / "fonts/ttf/DejaVuSansMono.ttf").read_bytes()).decode()
     return f"""
         @font-face {{ font-family: Mono; src: url(data:font/ttf;base64,{font}) }}
-        pre, code, .jp-InputPrompt, .jp-OutputPrompt {{ font-family: Mono !important; font-size: 13px !important }}
+        pre, code {{ font-family: Mono !important; font-size: 13px !important }}
         .terminal {{ margin: 0; padding: 14px; width: 120ch; background: #1e1e1e; color: #d4d4d4; line-height: 1.4;
-            white-space: pre-wrap; overflow-wrap: anywhere }}
-        [data-mime-type$="stderr"] {{ display: none }}"""  # of long work: in a live notebook the line is gone
+            white-space: pre-wrap; overflow-wrap: anywhere }}"""
 
 
 def terminal(line: str, printed: str) -> str:
@@ -149,59 +131,58 @@ def take(browser: Browser, page: Path, picture: str, find: str, width: int) -> N
 
 
 def pictures(place: Place, planned: tuple[str, str]) -> None:
-    """Takes the three pictures."""
+    """Takes the two pictures."""
     program = find_browser()
     if program is None:
         raise SystemExit(why_none())
     page = place.folder / "terminal.html"
     page.write_text(terminal(*planned), encoding="utf-8")
-    place.shell("pip install --quiet nbconvert ipykernel")
-    links = "--HTMLExporter.require_js_url= --HTMLExporter.mathjax_url="
-    notebook = DOCS / "notebooks" / "report.ipynb"
-    place.shell(f"jupyter nbconvert --execute --to html {links} --output-dir . --output notebook {notebook}")
     with Browser(program, place.folder / "profile") as browser:
         take(browser, page, "terminal.png", "document.querySelector('pre')", 1100)
         take(browser, place.folder / "report.html", "report-page.png", "document.body", 1100)
-        cell = "[...document.querySelectorAll('.jp-CodeCell')].find((one) => one.querySelector('table'))"
-        take(browser, place.folder / "notebook.html", "notebook.png", cell, 1300)
 
 
-def shown(kind: str, text: str, printed: str) -> str:
-    """A line or a block with what it printed, as Markdown."""
-    printed = "" if text.startswith("pip ") else "\n".join(map(str.rstrip, printed.splitlines()))
-    fence = f"```py\n{text}\n```" if kind == "python" else f"```text\n$ {text}\n```"
-    return fence + (f"\n\n```text\n{printed.rstrip()}\n```" if printed.strip() else "")
+def start_of(printed: str) -> str:
+    """The first lines of an output, cut where they are wide."""
+    lines = [line.rstrip() for line in printed.strip("\n").splitlines()]
+    cut = [line if len(line) <= WIDE else f"{line[: WIDE - 4].rstrip()} ..." for line in lines[:LINES]]
+    return "\n".join(cut + ["..."] * (len(lines) > LINES))
 
 
 def main() -> None:
-    """Follows the quick start, and writes the page and its pictures."""
+    """Follows the quick start, and writes outputs, times and pictures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--torch", default="", metavar="LINE", help="install torch so: another index, or a wheel")
     instead = parser.parse_args().torch
-    rows, written, planned, section = [], [], ("", ""), ""
+    page = (DOCS / "quick-start.md").read_text("utf-8")
+    rows, planned, section, printed = [], ("", ""), "", ""
     with tempfile.TemporaryDirectory() as name:
-        began = time.perf_counter()
         place = Place(Path(name))
-        rows.append(("an empty environment", time.perf_counter() - began))
-        for kind, text in parts():
+
+        def follow(part: re.Match[str]) -> str:
+            nonlocal planned, section, printed
+            kind, text = part.lastgroup, part[part.lastgroup or 0].rstrip()
+            if kind == "output":
+                return f"```text\n{start_of(printed)}\n```"
             if kind == "title":
                 section = text
-                written.append(f"## {text}")
-                continue
+                return part[0]
             line = instead if instead and text.startswith(PIP) else text
             sys.stderr.write(f"{line.splitlines()[0]} ...\n")
             printed, seconds = place.shell(line) if kind == "shell" else place.python(line)
-            rows.append((f"`{line}`" if kind == "shell" else section, seconds))
-            written.append(shown(kind, line, printed))
+            rows.append((f"`{text}`" if kind == "shell" else section, seconds))
             if line.startswith("torch-recompute plan"):
                 planned = line, printed
+            return part[0]
+
+        page = PART.sub(follow, page)
         torch, _ = place.shell("python -c 'import torch; print(torch.__version__)'")
         pictures(place, planned)
     rows.append(("all of it", sum(seconds for _, seconds in rows)))
     table = "\n".join(["| | seconds |", "|---|---:|", *(f"| {what} | {seconds:.1f} |" for what, seconds in rows)])
     machine = f"{os.cpu_count()} cores without a GPU, Python {platform.python_version()}, torch {torch.strip()}"
-    page = PAGE.format(machine=machine, table=table, parts="\n\n".join(written))
-    (DOCS / "first-minutes.md").write_text(page + "\n", encoding="utf-8")
+    page = TIMES.sub(rf"\1\nOn {machine}:\n\n{table}\n\n\2", page)
+    (DOCS / "quick-start.md").write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":

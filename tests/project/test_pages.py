@@ -61,12 +61,14 @@ def test_figures_of_the_readme_are_made() -> None:
     assert not re.search(r"\d\s*(%|[kKMGT]i?B|[mun]?s\b|x\b|times)", text)
 
 
-def test_the_first_minutes_are_of_this_quick_start(tool: ModuleType) -> None:
-    """The transcript holds each command and block of the quick start, and its pictures are there."""
-    asked = [text for _, text in importlib.import_module("first_minutes").parts()]
-    page = (DOCS / "first-minutes.md").read_text("utf-8")
-    assert [text for text in asked if text not in page and not text.startswith("pip install torch")] == []
-    assert len(asked) > 10
+def test_the_times_are_of_this_quick_start(tool: ModuleType) -> None:
+    """The table of times has each command of the quick start, each output is there, and so are the pictures."""
+    parts = list(importlib.import_module("first_minutes").parts())
+    page = (DOCS / "quick-start.md").read_text("utf-8")
+    times = page.partition("<!-- times: ")[2].partition("<!-- end of times -->")[0]
+    assert [text for kind, text in parts if kind == "shell" and f"| `{text}` |" not in times] == []
+    assert [text for kind, text in parts if kind == "output" and not text] == []
+    assert sum(kind == "python" for kind, _ in parts) >= 4
     for picture in re.findall(r"\]\((pictures/.+?)\)", page):
         assert (DOCS / picture).read_bytes().startswith(b"\x89PNG"), "make first-minutes"
 
@@ -99,10 +101,11 @@ def _pages_of(nav: list[Any]) -> Iterator[str]:
 
 
 def test_the_manual_holds_every_page() -> None:
-    """The contents of the manual name each page of `docs/` but design notes once, and nothing that is not there."""
+    """The contents of the manual name each page and notebook of `docs/` but design notes once, and nothing else."""
     contents = yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))
     pages = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md") if path.parent.name != "design")
-    assert sorted(_pages_of(contents["nav"])) == pages
+    notebooks = [path.relative_to(DOCS).with_suffix(".md").as_posix() for path in DOCS.rglob("*.ipynb")]
+    assert sorted(_pages_of(contents["nav"])) == sorted(pages + notebooks)
     assert contents["not_in_nav"].split() == ["/design/"]
     assert "(docs/design/)" in (ROOT / "CONTRIBUTING.md").read_text("utf-8")
     assert contents["strict"] is True
@@ -113,7 +116,7 @@ def test_the_manual_needs_no_network() -> None:
     contents = yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))
     assert contents["theme"]["font"] is False  # else Google's
     named = {next(iter(plugin)) if isinstance(plugin, dict) else plugin for plugin in contents["plugins"]}
-    assert named == {"search", "mkdocstrings"}  # `offline` loads a script from elsewhere, `privacy` downloads
+    assert named == {"search", "mkdocstrings", "redirects"}  # `offline` and `privacy` download
     sources = [ROOT / "mkdocs.yml", *DOCS.rglob("*.css")]
     assert not [path for path in sources if re.search(r"https?://|@import", path.read_text("utf-8"))]
 
