@@ -347,7 +347,8 @@ def test_a_function_of_the_user(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_what_is_asked_of_ranks(asked: list[str], llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Stated configurations, the curve and the most that fits are those of the rank that needs the most."""
-    argv = [llama, "--pp", "3", "--dp", "2", "--sequence", "64", "--device", "cpu", *asked]
+    kind = "--fsdp" if asked[0] == "--frontier" else "--dp"
+    argv = [llama, "--pp", "3", kind, "2", "--sequence", "64", "--device", "cpu", *asked]
     found = document(capsys, *argv)
     rows = found.get("configurations") or found.get("frontier") or found["points"]
     seconds = [row["step_seconds"] for row in rows]
@@ -484,7 +485,6 @@ def test_what_cannot_be_asked(argv: list[str], message: str, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["gpt2", "--fsdp", "2", "--pp", "2"], "--fsdp does not go with --pp"),
         (["gpt2", "--dp", "2", "--reshard-after-forward", "no"], "--reshard-after-forward goes with --fsdp"),
         (["gpt2", "--fsdp", "4", "--batch", "6"], "--batch is 6, which 4 replicas"),
         (["gpt2", "--fsdp", "4", "--reduce-dtype", "fp9"], "'fp9' is no floating type of PyTorch"),

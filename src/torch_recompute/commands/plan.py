@@ -45,7 +45,7 @@ from ..planner.longest import Longest, LongestOnRanks, Search
 from ..planner.planner import Planner
 from ..planner.profile import Profile
 from ..planner.sent import Sent
-from ..training_step import optimizer_of
+from ..training_step import USUAL, optimizer_of
 from . import models
 from . import output as out
 from .models import DTYPES, AskedStep
@@ -500,9 +500,6 @@ def _layout_of(args: argparse.Namespace) -> Layout | None:
     ranks = models.ranks_of(args)
     if (not given and ranks == Ranks()) or (ranks.fully_sharded and ranks.pp == 1):
         return None
-    if ranks.fully_sharded:
-        why = "of a pipeline, ranks with batches of their own are planned to share the optimizer's states alone"
-        raise errors.ArgumentError(_goes_without("--fsdp" if ranks.fsdp > 1 else f"--zero {ranks.zero}", "--pp", why))
     option = next((f"--{name}" for name in given), "--sequence-parallel")
     if args.plot is not None:
         raise errors.ArgumentError(_goes_without("--plot", option, "its picture is of one device's curve"))
@@ -516,8 +513,8 @@ def _layout_of(args: argparse.Namespace) -> Layout | None:
         raise errors.ArgumentError(_goes_without(changed, option, why))
     models.check_sizes(args)
     optimizer_of("--optimizer", args.optimizer)
-    args.optimizer = args.optimizer or RANK_OPTIMIZERS[0]
-    if args.optimizer not in RANK_OPTIMIZERS:
+    args.optimizer = (args.optimizer or (USUAL if ranks.fully_sharded else RANK_OPTIMIZERS[0])).lower()
+    if args.optimizer not in RANK_OPTIMIZERS and not ranks.fully_sharded:
         why = f"of ranks, whose optimizer is Megatron's, are planned {', '.join(RANK_OPTIMIZERS)}"
         raise errors.ArgumentError(_goes_without(f"--optimizer {args.optimizer}", option, why))
     return Layout(ranks, args.mbs or 1, args.batch)
@@ -534,6 +531,8 @@ class _OnRanks:
             if "input_ids" not in batch:
                 raise errors.ArgumentError(no_pipeline(args.model, type(self.model).__name__))
             models.check_head(self.model, args.model, batch)
+        if layout.ranks.fully_sharded:
+            self.layout = replace(layout, ranks=models.mixed_precision(self.model, args, layout.ranks))
         self.tokens = int(batch["input_ids"].shape[1])
         self.layers = models.run_as(self.model, args.layers)
         self.notes = *models.notes_on(self.model, args.model, batch), *(self.layers.notes if self.layers else ())
@@ -568,6 +567,7 @@ class _OnRanks:
 def _plan_ranks(args: argparse.Namespace, layout: Layout, output: Output) -> int:
     """Plans a step that is spread over ranks, or answers what else is asked of it; 0 when there is an answer."""
     asked = _OnRanks(args, layout, output)
+    layout = asked.layout
     if args.recompute is not None:
         return _show_rank_peaks(asked)
     if args.longest or args.largest_batch:
@@ -702,11 +702,19 @@ def _print_ranks(console: Console, layout: Layout, plans: Sequence[RankPlan]) ->
         f"slowest rank and {(layout.ranks.pp - 1) / layout.ranks.vpp:g} to fill and drain the pipeline, then "
         f"{1000 * max(plan.optimizer_seconds for plan in plans):,.1f} ms of the optimizer"
     )
+    shared = (
+        "Replicas share the optimizer's state, as Megatron's distributed optimizer does; gradients are in buffers of "
+        f"{layout.ranks.reduce_dtype or 'the type of weights'}."
+    )
+    if layout.ranks.fully_sharded:
+        shared = (
+            "FSDP2 shares weights, gradients and states, in torch's pipeline: gradients of microbatches are added up "
+            "whole and reduced once."
+        )
     console.print(
         f"Sizes in {name}. In flight: microbatches of a chunk at the peak, over all chunks. Gap: no schedule of "
         "keeping and recomputing saves more of the rank's time. Links: collectives inside a layer, counted in a "
-        "microbatch. Replicas share the optimizer's state, as Megatron's distributed optimizer does; gradients are in "
-        f"buffers of {layout.ranks.reduce_dtype or 'the type of weights'}.",
+        f"microbatch. {shared}",
         style="dim",
     )
 

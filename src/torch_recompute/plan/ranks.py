@@ -20,7 +20,7 @@ from typing import Any
 from .. import errors
 
 SIZES = ("tp", "pp", "vpp", "cp", "ep", "dp", "fsdp")
-KINDS_OF_CP = ("all-gather", "ulysses")
+KINDS_OF_CP = ("all-gather", "ring", "ulysses")
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Ranks:
         zero: What ranks with batches of their own share: 0 nothing, 1 the optimizer's states, 2 gradients and states
             (weights are whole from forward to backward: `reshard_after_forward=False`), 3 weights as well. By default
             3 with `fsdp`, else 1; 2 and 3 with `dp` alone are `fsdp` in its place.
-        cp_kind: How attention sees the others' tokens: "all-gather" of keys and values, or "ulysses", which exchanges
-            tokens for heads.
+        cp_kind: How attention sees the others' tokens: by an "all-gather" of keys and values, by a "ring" in which
+            their blocks go round, or by "ulysses", which exchanges tokens for heads.
         imbalance: How many times as many tokens as with perfect balance the rank receives whose experts are asked the
             most; that rank is the one that is planned.
         param_dtype: With `fsdp`, the type of gathered weights and of what is computed, as "bfloat16"; "" for that of
@@ -96,7 +96,7 @@ class Ranks:
                 "perfect balance. Write 1 or more."
             )
         if self.cp_kind not in KINDS_OF_CP:
-            raise errors.ArgumentError(f"--cp-kind is {self.cp_kind!r}; expected {' or '.join(KINDS_OF_CP)}.")
+            raise errors.ArgumentError(f"--cp-kind is {self.cp_kind!r}; expected {', '.join(KINDS_OF_CP)}.")
         allowed = (0, 1, 2, 3) if self.fsdp == 1 else (2, 3)
         if self.zero is not None and self.zero not in allowed:
             raise errors.ArgumentError(

@@ -104,6 +104,16 @@ def sent(ran: Mapping[Op, int], price: Price, hidden: Mapping[str, float], times
     )
 
 
+def together(several: Iterable[Sent]) -> list[Sent]:
+    """Returns what is sent for the same purpose over the same link as one."""
+    found: dict[tuple[str, str], Sent] = {}
+    for one in several:
+        old = found.get((one.what, one.link), Sent(one.what, 0, 0.0, 0.0, one.link))
+        sums = old.bytes + one.bytes, old.seconds + one.seconds, old.hidden + one.hidden
+        found[one.what, one.link] = Sent(one.what, *sums, one.link)
+    return [*found.values()]
+
+
 def overlapped(ran: Iterable[Op], price: Price) -> tuple[float, dict[str, float]]:
     """Seconds of operations in their order where FSDP sends beside them, and by purpose the seconds that are hidden."""
     computed = sending = copied = reduced = 0.0  # when each line ended; the last copy out; the last reduction
