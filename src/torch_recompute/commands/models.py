@@ -55,7 +55,7 @@ RANK_WORDS = {
     "vpp": "chunks of layers on each of these, by interleaved 1F1B (1)",
     "cp": "ranks that share the tokens of each sequence: context parallel (1)",
     "ep": "ranks that share the experts of each mixture: expert parallel, by all-to-all (1)",
-    "etp": "ranks that share each expert (those of --tp)",
+    "etp": "ranks that share each expert: expert tensor parallel (those of --tp)",
     "dp": "replicas; they share what --zero says (1)",
     "fsdp": "ranks that share weights, gradients and states: FSDP2; with --dp, replicas of so many (1)",
     "zero": "what replicas share: 0 nothing, 1 the optimizer's states (the default), 2 gradients, 3 weights as well",

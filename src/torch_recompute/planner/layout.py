@@ -250,7 +250,7 @@ def one_rank(
             f"two equal parts each. Write a --sequence that is a multiple of {2 * ranks.cp}."
         )
     tokens //= ranks.cp
-    part, layers = rank_model(model, word, ranks.tp, ranks.sequence_parallel)
+    part, layers = rank_model(model, word, ranks.tp, ranks.sequence_parallel, ranks.expert_tp)
     if all(weight.dtype == torch.float32 for weight in model.parameters()):
         part.float()
     if not layers or not hasattr(model, "get_input_embeddings"):

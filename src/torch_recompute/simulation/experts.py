@@ -45,12 +45,13 @@ def share_experts(model: nn.Module, ranks: Ranks) -> None:
         ArgumentError: The model has no experts, or not as weights that are stacked by expert, or the ranks cannot share
             them evenly.
     """
-    if ranks.ep == 1:
+    if ranks.ep == 1 and ranks.expert_tp == ranks.tp:
         return
     paths = expert_paths(model)
     if not paths:
+        said = f"--ep is {ranks.ep}" if ranks.ep > 1 else f"--etp is {ranks.etp}"
         raise errors.ArgumentError(
-            f"--ep is {ranks.ep}, and {type(model).__name__} has no experts: it is no mixture. Leave --ep out."
+            f"{said}, and {type(model).__name__} has no experts: it is no mixture. Leave {said[:5].strip()} out."
         )
     group = ranks.group("experts", ranks.ep)
     for path in paths:
@@ -74,6 +75,8 @@ def share_experts(model: nn.Module, ranks: Ranks) -> None:
             setattr(module, name, share)
         if hasattr(module, "num_experts"):
             module.__dict__["num_experts"] = count // ranks.ep
+        if ranks.ep == 1:
+            continue
         forward = partial(_dispatched, module.forward, group, ranks.imbalance, count // ranks.ep)
         module.__dict__["forward"] = forward
 

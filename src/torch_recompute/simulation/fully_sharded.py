@@ -362,11 +362,11 @@ class _Fsdp:
         self.reducing: torch.Tensor | None = None  # the buffer of the last unit that was reduced
         self._ends = False
         self.units: list[_Unit] = []
-        experts = expert_paths(model) if ranks.ep > 1 else []
+        experts = expert_paths(model) if ranks.ep > 1 or ranks.expert_tp != ranks.tp else []
         paths = [*experts, *(unit.path for unit in find_units(model).layers), ""]
         taken: set[int] = set()
         for path in paths:
-            module, count = model.get_submodule(path), ranks.shards // (ranks.ep if path in experts else 1)
+            module, count = model.get_submodule(path), ranks.expert_shards if path in experts else ranks.shards
             weights = self._weights(module, taken, count)
             self.units.append(_Unit(self, module, weights, count, stays=not path or ranks.keeps_gathered))
 
