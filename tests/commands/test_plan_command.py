@@ -343,7 +343,9 @@ def test_a_function_of_the_user(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "asked", [["--recompute", "none,full"], ["--frontier"], ["--largest-batch", "--budget", "80MiB"]], ids=lambda a: a[0]
+    "asked",
+    [["--recompute", "none,full"], ["--frontier"], ["--largest-batch", "--budget", "80MiB"]],
+    ids=lambda a: a[0],
 )
 def test_what_is_asked_of_ranks(asked: list[str], llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Stated configurations, the curve and the most that fits are those of the rank that needs the most."""

@@ -145,7 +145,12 @@ def by_ulysses(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
     return Exchange.apply(F.scaled_dot_product_attention(q, k, v), False)
 
 
-ATTENTIONS: dict[str, Any] = {"": F.scaled_dot_product_attention, "all-gather": OverGathered.apply, "ulysses": by_ulysses, "ring": AroundTheRing.apply}
+ATTENTIONS: dict[str, Any] = {
+    "": F.scaled_dot_product_attention,
+    "all-gather": OverGathered.apply,
+    "ulysses": by_ulysses,
+    "ring": AroundTheRing.apply,
+}
 
 
 class Attention(nn.Module):
@@ -193,6 +198,6 @@ def peaks(kind: str) -> dict[str, list[int]]:
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("kind", ["all-gather", "ulysses", "ring"])
 def test_the_peak_of_a_rank_that_shares_tokens(ranks: Processes, kind: str, count: int) -> None:
-    """With gathered keys and values, tokens for heads, or blocks that go round, the measured peak is the predicted one to the byte."""
+    """With gathered keys and values, tokens for heads, or blocks that go round, the peak is the predicted one."""
     for found in Processes(ranks._pool, count).run(peaks, kind):
         assert {name: peak for name, (peak, _) in found.items()} == {name: peak for name, (_, peak) in found.items()}

@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from .. import _torch, errors
-from ..devices import DEVICES
+from ..devices import DEVICES, Device, connected
 from ..memory.batch import ExampleCall, call_of
 from ..memory.budget import Limit
 from ..memory.loop import Loop
@@ -140,6 +140,34 @@ def run_as(model: nn.Module, layers: str | None) -> FusedLayers | None:
             f"{' or '.join(f'fused+{word}' for word in OPTIONS)}{f'; close to it: {near[0]}' if near else ''}."
         )
     return fuse(model, options, f"--layers {layers}") if how == "fused" else None
+
+
+def device_of(args: argparse.Namespace, default: str | None) -> Device:
+    """Returns the device of a command line, with the links that it has there."""
+    word = args.device or default
+    node, said = getattr(args, "node", None), getattr(args, "network", None)
+    if node is None and said is None:
+        return word
+    link, network = (None, None) if said is None else _two_speeds(said)
+    if word is None or word.lower() not in DEVICES:
+        option = "--node" if node is not None else "--network"
+        raise errors.ArgumentError(errors.goes_with(option, "--device, one of " + ", ".join(DEVICES)))
+    if node is not None and node < 1:
+        raise errors.ArgumentError(errors.not_a_size("--node", node))
+    return connected(DEVICES[word.lower()], link, network, node)
+
+
+def _two_speeds(word: str) -> tuple[float, float]:
+    try:
+        link, network = map(float, word.split(","))
+    except ValueError:
+        link = network = 0.0
+    if min(link, network) <= 0:
+        raise errors.ArgumentError(
+            f"--network is {word!r}; expected two speeds in GB/s of one device, within a node and between nodes, such "
+            "as 450,50."
+        )
+    return link, network
 
 
 def add_loop_options(parser: argparse.ArgumentParser) -> None:
@@ -518,7 +546,6 @@ class AskedStep(TrainingStep):
         layers: How its layers run; None for as they are written.
     """
 
-    device: str | None = None
     word: str = ""
     optimizer_word: str = ""
     offload: bool | str = False
@@ -539,7 +566,7 @@ class AskedStep(TrainingStep):
         if built_here:
             check_head(model, args.model, call[1])
         meta = all(parameter.is_meta for parameter in model.parameters())
-        device, optimizer = args.device or ("h100" if meta else None), (args.optimizer or USUAL).lower()
+        device, optimizer = device_of(args, "h100" if meta else None), (args.optimizer or USUAL).lower()
         asked = getattr(args, "layers", None)
         if asked not in (None, LAYERS[0]) and device is None:
             raise errors.ArgumentError(

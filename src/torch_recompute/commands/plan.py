@@ -44,7 +44,7 @@ from ..planner.layout import (
 from ..planner.longest import Longest, LongestOnRanks, Search
 from ..planner.planner import Planner
 from ..planner.profile import Profile
-from ..planner.sent import Sent
+from ..planner.sent import Sent, unknown_network
 from ..training_step import USUAL, optimizer_of
 from . import models
 from . import output as out
@@ -239,7 +239,7 @@ def _print_step(console: Console, args: argparse.Namespace, planner: Planner, pl
     if step.ranks != Ranks():
         if not args.frontier:
             _print_rows(console, [plan_of_shard(planner, plans[0])])
-        _print_sent(console, planner.sent)
+        _print_sent(console, planner.sent, planner.price.name)
 
 
 def _print_head(console: Console, head: str, notes: Sequence[str]) -> None:
@@ -486,6 +486,12 @@ def _add_rank_options(parser: argparse.ArgumentParser) -> None:
         choices=("yes", "no"),
         help="whether ranks of --fsdp free a layer's weights between its forward and its backward (yes)",
     )
+    group.add_argument(
+        "--network",
+        metavar="IN-NODE,BETWEEN",
+        help="GB/s that one device sends within a node and between nodes, as 450,50 (the device's data sheet)",
+    )
+    group.add_argument("--node", type=int, metavar="N", help="devices of a node (8; 72 for gb200 and gb300)")
     group.add_argument("--reduce-dtype", metavar="DTYPE", help="in which --fsdp reduces gradients (float32)")
 
 
@@ -542,7 +548,7 @@ class _OnRanks:
         args, layout = self.args, self.layout
         if mbs is not None:
             layout = replace(layout, mbs=mbs, batch=layout.microbatches * layout.ranks.batches * mbs)
-        device = args.device or "h100"
+        device = models.device_of(args, "h100")
         return kind(self.model, args.model, layout, tokens or self.tokens, args.optimizer, device)
 
     def give(self, found: dict[str, Any], show: Callable[[Console], None], *more: str) -> int:
@@ -727,10 +733,13 @@ def _print_rows(console: Console, plans: Sequence[RankPlan]) -> str:
     return name
 
 
-def _print_sent(console: Console, sent: Sequence[Sent]) -> None:
+def _print_sent(console: Console, sent: Sequence[Sent], device: str = "such devices") -> None:
     """Prints what a rank sends in a step, for which purpose and over which link."""
     if sent:
         console.print(f"  sent in a step: {'; '.join(map(str, sent))}")
+    said = unknown_network(sent, device)
+    if said:
+        console.print(said, style="yellow")
 
 
 def _rank_row(plan: RankPlan, unit: int) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ from torch import nn
 
 from .. import errors
 from .._text import table
+from ..devices import Device
 from ..memory.budget import Limit
 from ..memory.loop import Loop
 from ..plan.plan import Plan
@@ -302,7 +303,7 @@ class LayoutRanks:
     """
 
     def __init__(
-        self, model: nn.Module, word: str, layout: Layout, tokens: int, optimizer: str, device: str | None
+        self, model: nn.Module, word: str, layout: Layout, tokens: int, optimizer: str, device: Device
     ) -> None:
         self.layout, self.tokens, self._optimizer = layout, tokens, optimizer
         part, self.paths, batch = one_rank(model, word, layout.ranks, layout.mbs, tokens)
@@ -385,7 +386,7 @@ class LayoutPlanner(LayoutRanks):
     """A model whose step is spread over ranks, and plans for each; the arguments are those of `LayoutRanks`."""
 
     def __init__(
-        self, model: nn.Module, word: str, layout: Layout, tokens: int, optimizer: str, device: str | None
+        self, model: nn.Module, word: str, layout: Layout, tokens: int, optimizer: str, device: Device
     ) -> None:
         super().__init__(model, word, layout, tokens, optimizer, device)
         self.planner = Planner(self.step)

@@ -37,7 +37,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from .. import errors
 from .._torch.ranks import functional
 from ..plan.calls import declare_product
-from ..plan.ranks import Ranks
+from ..plan.ranks import Ranks, those_that_fit
 from ..plan.units import find_units
 
 WIDTHS = (
@@ -134,8 +134,8 @@ def check_divides(model: str, name: str, value: int, ranks: int) -> None:
     """Refuses a size that the ranks of a group cannot share."""
     if value % ranks:
         raise errors.ArgumentError(
-            f"--tp is {ranks}, and {name} of {model} is {value}, which {ranks} ranks cannot share. Write a divisor of "
-            "it."
+            f"--tp is {ranks}, and {name} of {model} is {value}, which {ranks} ranks cannot share. Write --tp "
+            f"{those_that_fit(range(1, value + 1), value)}."
         )
 
 
@@ -188,8 +188,8 @@ def add_collectives(
                 dense = [name for name, _ in module.named_children() if _held(model, f"{below}.{name}", slices)]
                 if etp > 1 and dense:
                     raise errors.ArgumentError(
-                        f"--etp is {etp}, and {below} has parts that all {size} ranks of --tp share ({dense[0]}) beside "
-                        f"its experts, which would take other tokens. Write --etp 1, or --etp {size}."
+                        f"--etp is {etp}, and {below} has parts that all {size} ranks of --tp share ({dense[0]}) "
+                        f"beside its experts, which would take other tokens. Write --etp 1, or --etp {size}."
                     )
                 if etp > 1:
                     _put(module, _part, etp, _gather, _scatter)

@@ -89,10 +89,18 @@ class _Seeing(TorchDispatchMode):
         return result
 
 
+def _nothing(_: Any) -> Any:
+    return None
+
+
 def _block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: dict[str, Any]) -> _Kernel:
     """Attention to one block, of which autograd keeps nothing."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))  # so that the kernel gives its log-sum-exp
-    with torch.enable_grad(), _Seeing() as seeing, torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda _: None):
+    with (
+        torch.enable_grad(),
+        _Seeing() as seeing,
+        torch.autograd.graph.saved_tensors_hooks(_nothing, _nothing),
+    ):
         F.scaled_dot_product_attention(q, k, v, **how)
     if seeing.seen is None or "output" not in seeing.seen.given:
         raise errors.ArgumentError(
@@ -123,7 +131,7 @@ class _Ring(torch.autograd.Function):
         causal = bool(how.get("is_causal"))
         key, value = own = k.contiguous(), v.contiguous()
         out = sums = sent = got = None
-        kernel: Any = None
+        kernel = width = cast("Any", None)
         for step in range(size):
             if step:
                 key, value = _split(cast("torch.Tensor", got), *own)
@@ -170,7 +178,9 @@ class _Ring(torch.autograd.Function):
             if step:
                 of_k, of_v = _split(cast("torch.Tensor", followed), k, v)
             on_its_way = followed = None
-            of_k, of_v = (_added(x, _grouped(y, x), causal and step > 0) for x, y in ((of_k, parts[1]), (of_v, parts[2])))
+            of_k, of_v = (
+                _added(x, _grouped(y, x), causal and step > 0) for x, y in ((of_k, parts[1]), (of_v, parts[2]))
+            )
             on_its_way = torch.cat([of_k.flatten(), of_v.flatten()])
             followed = _passed_on(on_its_way, group)
             of_q += parts[0][..., : q.shape[-1]]
