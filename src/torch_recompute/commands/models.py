@@ -19,7 +19,7 @@ import importlib
 import inspect
 import json
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import reduce
 from importlib.resources import files
@@ -40,6 +40,7 @@ from ..plan.ranks import Ranks
 from ..planner.layout import Layout, one_rank
 from ..planner.profile import Profile
 from ..planner.solve import frontier, planned
+from ..simulation.experts import shared_experts
 from ..simulation.fused import OPTIONS, FusedLayers, fuse
 from ..training_step import ALONE, OPTIMIZERS, USUAL, Loss, TrainingStep, any_loss, optimizer_of
 
@@ -544,6 +545,7 @@ class AskedStep(TrainingStep):
         notes: What is to be said of the model and its batch beside the figures.
         built_here: Whether the batch is made here too, and not by a function of the user.
         layers: How its layers run; None for as they are written.
+        again: Builds it for other ranks.
     """
 
     word: str = ""
@@ -552,17 +554,24 @@ class AskedStep(TrainingStep):
     notes: tuple[str, ...] = ()
     built_here: bool = False
     layers: FusedLayers | None = None
+    again: Callable[[Ranks], AskedStep] | None = None
 
     @staticmethod
     def asked(args: argparse.Namespace) -> AskedStep:
         """Reads the step of a command line; of ranks that share it, that of one."""
         optimizer_of("--optimizer", args.optimizer)
-        ranks, loop = ranks_of(args), loop_of(args)
+        ranks, loop, as_asked = ranks_of(args), loop_of(args), args
+
+        def again(other: Ranks) -> AskedStep:
+            return AskedStep.asked(argparse.Namespace(**{**vars(as_asked), "tp": other.tp, "cp": other.cp}))
+
         if ranks.fully_sharded:
             layout = Layout(ranks, args.mbs or 1, args.batch)
             loop = replace(loop, accumulate=max(loop.accumulate, layout.microbatches))
             args = argparse.Namespace(**{**vars(args), "batch": args.mbs})
         model, call, loss, built_here = load_with_batch(args)
+        if ranks.shares_experts:
+            shared_experts(model, ranks)
         if built_here:
             check_head(model, args.model, call[1])
         meta = all(parameter.is_meta for parameter in model.parameters())
@@ -581,7 +590,7 @@ class AskedStep(TrainingStep):
             ranks = mixed_precision(model, args, ranks)
         notes = notes_on(model, args.model, call[1]) if built_here else ()
         notes += () if layers is None else tuple(layers.notes)
-        words: Any = args.model, optimizer, getattr(args, "offload", False), notes, built_here, layers
+        words: Any = args.model, optimizer, getattr(args, "offload", False), notes, built_here, layers, again
         return AskedStep(model, *call, loss, OPTIMIZERS[optimizer], device, loop, ranks, *words)
 
     def __str__(self) -> str:

@@ -16,19 +16,21 @@ import argparse
 import json
 import math
 import signal
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
+
 from .. import errors
-from .._text import explained, table
+from .._text import explained, listed, table
 from ..memory.budget import enough, read_budget, too_small
-from ..memory.ledger import CountedOnce
 from ..plan.plan import Plan, SizeClass, shape_in_words
 from ..plan.ranks import KINDS_OF_CP, Ranks
-from ..planner.alternatives import Alternative, alternatives, held_by, in_words
+from ..planner.alternatives import LEAN_OPTIMIZERS, Alternative, alternatives, held_by, in_words, on_more_ranks
 from ..planner.configurations import PEAK_WORDS, configurations, peaks_of
 from ..planner.layout import (
     ConfiguredLayout,
@@ -45,7 +47,8 @@ from ..planner.longest import Longest, LongestOnRanks, Search
 from ..planner.planner import Planner
 from ..planner.profile import Profile
 from ..planner.sent import Sent, unknown_network
-from ..training_step import USUAL, optimizer_of
+from ..simulation.experts import shared_experts
+from ..training_step import OPTIMIZERS, USUAL, optimizer_of, states_of
 from . import models
 from . import output as out
 from .models import DTYPES, AskedStep
@@ -67,6 +70,7 @@ CURVE_WORDS = {
 }
 """The columns of the curve, and what they mean."""
 RANK_OPTIMIZERS = ("adamw", "sgd", "none")
+MOST_RANKS = 1024  # that are suggested
 FLAT = 0.02  # a curve whose peaks differ by less offers nothing
 TITLES = (
     *("rank", "in flight", "weights", "grads", "optimizer", "activations", "buffers", "peak", "plain peak"),
@@ -137,7 +141,7 @@ def command(args: argparse.Namespace) -> int:
     with output.at_work(f"building {args.model}"):
         step = AskedStep.asked(args)
     if args.budget is not None:
-        _check_weights(step, args.budget)
+        _check_states(step, args.budget)
     with models.autocasting(step.model, args.autocast):
         with output.at_work(f"profiling {step}"):
             planner = Planner(step, offload=step.offload)
@@ -156,23 +160,41 @@ def command(args: argparse.Namespace) -> int:
     return OK
 
 
-def _check_weights(step: AskedStep, budget: str) -> None:
-    """Refuses a budget that the weights alone exceed, before anything is simulated."""
-    asked = read_budget(budget)
-    held = CountedOnce()
-    weights = held.add([*step.model.parameters(), *step.model.buffers()]) // step.ranks.shards
-    if asked.bytes is None or asked.bytes >= weights:
+def _check_states(step: AskedStep, budget: str) -> None:
+    """Refuses a budget that weights, gradients and states alone exceed, before anything is simulated."""
+    asked, shards = read_budget(budget), step.ranks.shards
+    config: Any = getattr(step.model, "config", None)
+    whole = step.built_here and config.get_text_config() is config  # else parts of it may not be trained by this batch
+    held = states_of(step.model.parameters(), step.optimizer)
+    holds = Counter({name: nbytes // shards for name, nbytes in held.items() if whole or name == "weights"})
+    if asked.bytes is None or asked.bytes >= holds.total():
         return
-    trained = sum(weight.nbytes for weight in step.model.parameters() if weight.requires_grad)
-    spread = "spread the model over ranks: --tp, --pp" if step.built_here else "shard the model over ranks"
+    made = listed([f"{errors.size(nbytes, up=True)} of {name}" for name, nbytes in holds.items()])
     raise errors.BudgetError(
-        f"budget={asked.said} is too small for the weights alone of {step.word}, {errors.size(weights, up=True)} "
-        f"({weights} bytes); gradients take {errors.size(trained, up=True)} besides, and the states of an optimizer "
-        "more. No plan lowers these.\n"
-        f"  Write a budget above them, or {spread}.",
-        weights,
+        f"budget={asked.said} is too small for what {step.word} holds whatever is recomputed, "
+        f"{errors.size(holds.total(), up=True)} ({holds.total()} bytes): {made}. No plan lowers these.\n"
+        f"  Write a budget above them{_lighter(step, asked.bytes)}.",
+        holds.total(),
         None,
     )
+
+
+def _lighter(step: AskedStep, budget: int) -> str:
+    """Returns what leaves room within a budget beside weights, gradients and states: other optimizers, more ranks."""
+    found: list[str] = []
+    for name in LEAN_OPTIMIZERS if step.optimizer is not None else ():
+        total = states_of(step.model.parameters(), OPTIMIZERS[name]).total() // step.ranks.shards
+        if total < budget and OPTIMIZERS[name] is not step.optimizer:
+            found.append(f"--optimizer {name} ({errors.size(total, up=True)})")
+    if step.built_here:
+        sharded = step.ranks.fully_sharded
+        total = states_of(step.model.parameters(), step.optimizer, None if sharded else torch.float32).total()
+        count = 2 * (step.ranks.fsdp if sharded else 1)
+        while total // count >= budget and count < MOST_RANKS:
+            count *= 2
+        if total // count < budget:
+            found.append(f"--fsdp {count} ({errors.size(total // count, up=True)} on a rank)")
+    return f"; of these there are fewer with {' or '.join(found)}" if found else ", or spread the model over ranks"
 
 
 def _nothing_to_gain(planner: Planner, plans: Sequence[Plan]) -> list[str]:
@@ -537,6 +559,8 @@ class _OnRanks:
             if "input_ids" not in batch:
                 raise errors.ArgumentError(no_pipeline(args.model, type(self.model).__name__))
             models.check_head(self.model, args.model, batch)
+            if layout.ranks.shares_experts:
+                shared_experts(self.model, layout.ranks)
         if layout.ranks.fully_sharded:
             self.layout = replace(layout, ranks=models.mixed_precision(self.model, args, layout.ranks))
         self.tokens = int(batch["input_ids"].shape[1])
@@ -582,8 +606,13 @@ def _plan_ranks(args: argparse.Namespace, layout: Layout, output: Output) -> int
         planner = asked.ranks(LayoutPlanner)
     if args.frontier:
         return _show_rank_curve(asked, planner)
-    with output.at_work("planning"):
-        plans = planner.plans(args.budget)
+    try:
+        with output.at_work("planning"):
+            plans = planner.plans(args.budget)
+    except errors.BudgetError as error:
+        wanted = read_budget(args.budget).bytes
+        more = in_words(on_more_ranks(planner), wanted, option=True) if wanted is not None else []
+        raise errors.BudgetError("\n  ".join([str(error), *more]), error.smallest, error.solution) from None
     if args.out is not None:
         for plan in plans:
             out.write_plan(args.out.with_name(f"{args.out.stem}-rank{plan.rank}{args.out.suffix}"), plan.plan)

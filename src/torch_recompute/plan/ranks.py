@@ -122,6 +122,11 @@ class Ranks:
         return self.tp if self.etp is None else self.etp
 
     @property
+    def shares_experts(self) -> bool:
+        """Whether experts are shared otherwise than layers are."""
+        return self.ep > 1 or self.expert_tp != self.tp
+
+    @property
     def expert_ranks(self) -> int:
         """The number of ranks of one stage of a pipeline, each group that shares an expert counted as one."""
         return self.batches * self.cp * self.tp // self.expert_tp

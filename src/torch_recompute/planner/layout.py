@@ -305,7 +305,7 @@ class LayoutRanks:
     def __init__(
         self, model: nn.Module, word: str, layout: Layout, tokens: int, optimizer: str, device: Device
     ) -> None:
-        self.layout, self.tokens, self._optimizer = layout, tokens, optimizer
+        self.layout, self.tokens, self._optimizer, self._of = layout, tokens, optimizer, (model, word, device)
         part, self.paths, batch = one_rank(model, word, layout.ranks, layout.mbs, tokens)
         self.cut = layout.pipeline(len(self.paths))
         loop = Loop(hold_output=False)
@@ -318,6 +318,11 @@ class LayoutRanks:
         """The stages."""
         price = prices_for(self.step, where_it_runs(self.step)[0])
         return PipelineStages(self.step, self.paths, self.cut, self.make, not self._sharded, price)
+
+    def spread(self, layout: Layout) -> LayoutRanks:
+        """The same step, spread in another way."""
+        model, word, device = self._of
+        return LayoutRanks(model, word, layout, self.tokens, self._optimizer, device)
 
     def under(self, plan: Plan) -> list[RankPlan]:
         """Each rank under a plan that is stated, without a prediction."""

@@ -362,7 +362,7 @@ class _Fsdp:
         self.reducing: torch.Tensor | None = None  # the buffer of the last unit that was reduced
         self._ends = False
         self.units: list[_Unit] = []
-        experts = expert_paths(model) if ranks.ep > 1 or ranks.expert_tp != ranks.tp else []
+        experts = expert_paths(model) if ranks.shares_experts else []
         paths = [*experts, *(unit.path for unit in find_units(model).layers), ""]
         taken: set[int] = set()
         for path in paths:
