@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .planner.ops import Op
 
 REACHED_FLOPS, REACHED_BYTES = 0.7, 0.8
+UNKNOWN_NETWORK = "network of unknown speed"
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Roofline:
     tf32: float | None = None  # FLOPs per second of products in 32 bits with TF32; None where it makes no difference
     host: float | None = None  # bytes per second to host memory and back
     capability: tuple[int, int] | None = None  # of a CUDA device, which decides on its kernels
-    network: float | None = None  # bytes per second to devices of other nodes; None for as many as its link
+    network: float | None = None  # bytes per second to devices of other nodes; None where that is not known
     node: int = 8  # devices of a node
 
     @property
@@ -53,9 +54,10 @@ class Roofline:
 
     def link_over(self, ranks: int) -> tuple[str, float]:
         """The slowest link between so many ranks in a row, and its bytes per second."""
-        if self.network is not None and ranks > self.node:
-            return "network", self.network
-        return "link", self.link or self.bytes_per_second
+        link = self.link or self.bytes_per_second
+        if ranks <= self.node:
+            return "link", link
+        return (UNKNOWN_NETWORK, link) if self.network is None else ("network", self.network)
 
     def _speed(self, op: Op) -> float:
         # An attention in 16 bits has a log-sum-exp in 32 among its results, and a product of 8 bits its scales.
@@ -77,13 +79,20 @@ def _sheet(name: str, capability: tuple[int, int] | None, *speeds: float, fp8: f
     memory, link, host = (speed * 1e9 * REACHED_BYTES for speed in speeds[3:])
     flops = {2: half, 4: single} if fp8 is None else {1: fp8 * 1e12 * REACHED_FLOPS, 2: half, 4: single}
     network = _NETWORKS.get(name)
-    return Roofline(name, flops, memory, 5e-6, link, "cuda", tf32, host, capability, network)
+    node = 72 if name in ("gb200", "gb300") else 8
+    between = None if network is None else network * 1e9 * REACHED_BYTES
+    return Roofline(name, flops, memory, 5e-6, link, "cuda", tf32, host, capability, between, node)
 
 
-# To other nodes, each device has a port of HDR InfiniBand (200 Gbit/s) in a DGX A100, of NDR (400) in later ones.
+# GB/s of a device's share of its system's ports to other nodes, by NVIDIA's data sheets of these systems. Of others it
+# depends on who has built them, and is not known here.
 _NETWORKS = {
-    **dict.fromkeys(("a100", "a100-40gb"), 25e9 * REACHED_BYTES),
-    **dict.fromkeys(("h100", "h200", "h800", "b200"), 50e9 * REACHED_BYTES),
+    "v100": 6.25,  # DGX-1: four ports of EDR InfiniBand, 100 Gbit/s each, for eight devices
+    **dict.fromkeys(("a100", "a100-40gb"), 25),  # DGX A100: eight of HDR, 200 Gbit/s
+    **dict.fromkeys(("h100", "h100-96", "h200", "h800", "b200"), 50),  # DGX H100, H200, B200: eight of NDR, 400 Gbit/s
+    "b300": 100,  # DGX B300: eight of XDR, 800 Gbit/s
+    "gb200": 50,  # DGX GB200: 72 of NDR
+    "gb300": 100,  # DGX GB300: 72 of XDR
 }
 
 
@@ -126,6 +135,14 @@ _SHEETS = (
 DEVICES = {sheet.name: sheet for sheet in _SHEETS}
 DEVICES["a6000"] = DEVICES["rtx-a6000"]  # as it is mostly called
 _OTHER = frozenset({"laptop", "max", "mobile", "super", "ti", "d"})  # which share a name and not its speeds
+
+
+def connected(sheet: Roofline, link: float | None, network: float | None, node: int | None) -> Roofline:
+    """Returns a device with other links: GB/s within a node and between nodes, and the devices of a node."""
+    own = sheet.link, sheet.network, sheet.node
+    given = None if link is None else link * 1e9, None if network is None else network * 1e9, node
+    both = (old if new is None else new for old, new in zip(own, given, strict=True))
+    return replace(sheet, **dict(zip(("link", "network", "node"), both, strict=True)))
 
 
 def data_sheet_of(name: str) -> Roofline | None:

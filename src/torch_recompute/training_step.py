@@ -8,7 +8,8 @@ function.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -190,6 +191,41 @@ USUAL = "adamw-fused"
 
 Without `fused=True`, PyTorch's goes over lists on CUDA, whose temporaries take the bytes of a gradient of each weight.
 """
+
+
+def states_of(weights: Iterable[torch.Tensor], optimizer: Any, dtype: torch.dtype | None = None) -> Counter[str]:
+    """Returns the least bytes of weights, of their gradients and of an optimizer's states, without a simulation.
+
+    Of states those are counted that have as many elements as their weight; others, such as Adafactor's, are fewer.
+
+    Args:
+        weights: The weights; one that is there twice counts once.
+        optimizer: A function from a list of parameters to an optimizer, or None.
+        dtype: Of the weights; None for their own.
+    """
+    found: Counter[str] = Counter()
+    each: dict[torch.dtype, int] = {}
+    for weight in {id(weight): weight for weight in weights}.values():
+        kind = dtype if dtype is not None and weight.is_floating_point() else weight.dtype
+        found["weights"] += weight.numel() * kind.itemsize
+        if not weight.requires_grad:
+            continue
+        found["gradients"] += weight.numel() * kind.itemsize
+        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+            each[kind] = each[kind] if kind in each else _bytes_of_state(optimizer, kind)
+            found["states"] += weight.numel() * each[kind]
+    return found
+
+
+def _bytes_of_state(optimizer: Callable[[Any], torch.optim.Optimizer], dtype: torch.dtype) -> int:
+    """The bytes of an optimizer's states for one element of a weight."""
+    with torch.inference_mode(False), torch.enable_grad():
+        weight = nn.Parameter(torch.zeros(8, 8, dtype=dtype))
+        weight.grad = torch.zeros_like(weight)
+        made = optimizer([weight])
+        made.step()
+    states = _torch.tensors_in(dict(made.state[weight]))
+    return sum(state.itemsize for state in states if state.numel() == weight.numel())
 
 
 def optimizer_of(what: str, optimizer: object, model: nn.Module | None = None) -> Any:

@@ -59,6 +59,68 @@ class OverGathered(torch.autograd.Function):
         return of_q, *(reduced(others.pop(0)) for _ in range(2))
 
 
+def passed_on(x: torch.Tensor) -> torch.Tensor:
+    """The block of the rank before."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    to, of = ([x.numel() if other == (rank + step) % size else 0 for other in range(size)] for step in (1, -1))
+    return functional.all_to_all_single(x, of, to, dist.group.WORLD)
+
+
+class AroundTheRing(torch.autograd.Function):
+    """PyTorch's ring attention, without a mask: a block is passed on while attention to it runs."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        key, value = own = k.contiguous(), v.contiguous()
+        out = sums = sent = got = None
+        for step in range(dist.get_world_size()):
+            if step:
+                key, value = functional.wait_tensor(got).chunk(2)
+                key, value = key.view(k.shape), value.view(v.shape)
+            sent = got = None
+            if step < dist.get_world_size() - 1:
+                sent = torch.cat([key.flatten(), value.flatten()])
+                got = passed_on(sent)
+            part, of_part = aten._scaled_dot_product_flash_attention_for_cpu(q, key, value, 0.0, False)
+            of_part = of_part.unsqueeze(-1)
+            if out is None:
+                out, sums = part, of_part
+            else:
+                out = out - F.sigmoid(of_part - sums) * (out - part)
+                sums = sums - F.logsigmoid(sums - of_part)
+            del part, of_part
+        ctx.save_for_backward(q, *own, out, sums)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        q, k, v, out, sums = ctx.saved_tensors
+        of_q, of_k, of_v = (torch.zeros_like(x) for x in (q, k, v))
+        key, value, sent, got, on_its_way, followed = k, v, None, None, None, None
+        for step in range(dist.get_world_size()):
+            if step:
+                key, value = (x.view(k.shape) for x in functional.wait_tensor(got).chunk(2))
+            sent = got = None
+            if step < dist.get_world_size() - 1:
+                sent = torch.cat([key.flatten(), value.flatten()])
+                got = passed_on(sent)
+            parts = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad, q, key, value, out, sums.squeeze(-1), 0.0, False
+            )
+            if step:
+                of_k, of_v = (x.view(k.shape) for x in functional.wait_tensor(followed).chunk(2))
+            on_its_way = followed = None
+            of_k.add_(parts[1])
+            of_v.add_(parts[2])
+            on_its_way = torch.cat([of_k.flatten(), of_v.flatten()])
+            followed = passed_on(on_its_way)
+            of_q += parts[0]
+            del parts
+        del sent, got, on_its_way, key, value
+        of_k, of_v = (x.view(k.shape) for x in functional.wait_tensor(followed).chunk(2))
+        return of_q, of_k, of_v
+
+
 class Exchange(torch.autograd.Function):
     """DeepSpeed's exchange of tokens for heads, or back."""
 
@@ -83,7 +145,12 @@ def by_ulysses(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
     return Exchange.apply(F.scaled_dot_product_attention(q, k, v), False)
 
 
-ATTENTIONS = {"": F.scaled_dot_product_attention, "all-gather": OverGathered.apply, "ulysses": by_ulysses}
+ATTENTIONS: dict[str, Any] = {
+    "": F.scaled_dot_product_attention,
+    "all-gather": OverGathered.apply,
+    "ulysses": by_ulysses,
+    "ring": AroundTheRing.apply,
+}
 
 
 class Attention(nn.Module):
@@ -117,7 +184,7 @@ def peaks(kind: str) -> dict[str, list[int]]:
     x = torch.randn(BATCH, TOKENS // ranks.cp, WIDTH)
     found: dict[str, list[int]] = {}
     for name, plan in PLANS.items():
-        if name == "attention kept" and kind == "all-gather":
+        if name == "attention kept" and kind != "ulysses":
             continue  # no plan keeps a call of an autograd function
         step = TrainingStep(
             model(""), (x,), {}, mean_square, torch.optim.SGD, loop=Loop(hold_output=False), ranks=ranks
@@ -129,8 +196,8 @@ def peaks(kind: str) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("kind", ["all-gather", "ulysses"])
+@pytest.mark.parametrize("kind", ["all-gather", "ulysses", "ring"])
 def test_the_peak_of_a_rank_that_shares_tokens(ranks: Processes, kind: str, count: int) -> None:
-    """With gathered keys and values, or tokens for heads, the measured peak is the predicted one to the byte."""
+    """With gathered keys and values, tokens for heads, or blocks that go round, the peak is the predicted one."""
     for found in Processes(ranks._pool, count).run(peaks, kind):
         assert {name: peak for name, (peak, _) in found.items()} == {name: peak for name, (_, peak) in found.items()}

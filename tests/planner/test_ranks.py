@@ -13,16 +13,19 @@ from support.zoo import mean_loss
 from torch_recompute import Plan, apply, measure, simulate
 from torch_recompute.devices import DEVICES
 from torch_recompute.errors import ArgumentError, BudgetError
+from torch_recompute.memory.loop import Loop
 from torch_recompute.plan.config import plan_of
 from torch_recompute.plan.ranks import Ranks
 from torch_recompute.planner.bound import bound
 from torch_recompute.planner.cost import Costs, Graph, Kind, Node, Option, Segment
-from torch_recompute.planner.layout import Layout, LayoutPlanner, LayoutRanks, RankPlan, Sharded, step_seconds
+from torch_recompute.planner.layout import Layout, LayoutPlanner, LayoutRanks, RankPlan, Sharded, one_rank, step_seconds
 from torch_recompute.planner.longest import LongestOnRanks
 from torch_recompute.planner.ops import Meta, Op
 from torch_recompute.planner.pipeline import graph_held
 from torch_recompute.planner.schedules import FORWARD, Action
 from torch_recompute.planner.tensor_parallel import rank_model
+from torch_recompute.simulation.step import simulate_step
+from torch_recompute.training_step import TrainingStep
 
 transformers = pytest.importorskip("transformers")
 
@@ -105,6 +108,30 @@ def test_the_ranks_of_a_group_make_up_the_model(name: str, sequence: bool) -> No
     assert {share for path, share in shares.items() if "norm" in path or "gate.weight" in path} == {1.0}
     assert {share for path, share in shares.items() if "o_proj" in path or "down_proj" in path} == {2.0}
     assert simulate(part, (), batch(), loss=mean_loss).saved_bytes > 0
+
+
+def test_experts_that_fewer_ranks_share() -> None:
+    """With one rank to an expert, a mixture is that of a rank with a share of the tokens, and its weights are whole."""
+    ranks = Ranks(tp=2, sequence_parallel=True, etp=1, ep=2)
+    whole = built("qwen3-moe")
+    part, _, batch = one_rank(whole, "MODEL", ranks, 1, TOKENS)
+    less = built("qwen3-moe")
+    alone = {name: x[:, : TOKENS // 2] if torch.is_tensor(x) else x for name, x in batch.items()}
+    kept: list[int] = []
+    for model, call, of in ((part, batch, ranks), (less, alone, Ranks(dp=2, ep=2, zero=0))):
+        step = TrainingStep(model, (), call, mean_loss, loop=Loop(hold_output=False), ranks=of)
+        found = simulate_step(step)
+        kept.append(sum(n for path, n in found.saved_by_module.items() if ".mlp" in path))
+    assert kept[0] == kept[1] > 0
+    names = [name for name, _ in whole.named_parameters() if ".experts." in name]
+    assert all(part.get_parameter(name).shape == whole.get_parameter(name).shape for name in names)
+    assert Ranks(tp=4, sequence_parallel=True, etp=2, dp=3, ep=6).expert_ranks == 6
+    sliced, _, _ = one_rank(whole, "MODEL", Ranks(tp=4, sequence_parallel=True, etp=2), 1, TOKENS)
+    assert {2 * sliced.get_parameter(name).numel() for name in names} == {whole.get_parameter(names[0]).numel()} | {
+        whole.get_parameter(name).numel() for name in names
+    }
+    with pytest.raises(ArgumentError, match=r"shared_experts\) beside its experts.*--etp 1, or --etp 4"):
+        one_rank(built("deepseek-v3"), "MODEL", Ranks(tp=4, sequence_parallel=True, etp=2), 1, TOKENS)
 
 
 def test_layers_that_do_not_divide_evenly() -> None:

@@ -9,9 +9,9 @@ import torch
 
 from torch_recompute import Ranks
 from torch_recompute._torch.ranks import functional
-from torch_recompute.devices import DEVICES
+from torch_recompute.devices import DEVICES, connected
 from torch_recompute.planner.ops import Meta, Op
-from torch_recompute.planner.sent import overlapped, sent, what
+from torch_recompute.planner.sent import overlapped, sent, unknown_network, what
 
 SMALL, LARGE = Meta((64,), (1,), torch.bfloat16), Meta((512,), (1,), torch.bfloat16)
 
@@ -44,6 +44,20 @@ def test_what_is_hidden(compute: float, link: float, total: float, hidden: dict[
     assert found == total
     assert hidden is None or by_purpose == hidden
     assert all(0 <= part <= 8 * link for part in by_purpose.values())
+
+
+def test_links_that_are_not_on_a_data_sheet() -> None:
+    """A network of unknown speed is timed as the link, in one sentence; what is said of links is what is taken."""
+    wide = Ranks(tp=8, fsdp=4).group("shard", 4)
+    ran = {op("all_gather_into_tensor", wide): 1}
+    ((unknown,), (known,)) = (sent(ran, DEVICES[name], {}) for name in ("mi300x", "h100"))
+    assert unknown.seconds == DEVICES["mi300x"](next(iter(ran)))
+    assert "Write --network IN-NODE,BETWEEN" in unknown_network([known, unknown], "mi300x")
+    assert unknown_network([known], "h100") == ""
+    said = connected(DEVICES["mi300x"], 100, 10, 4)
+    assert (said.link_over(4), said.link_over(5)) == (("link", 100e9), ("network", 10e9))
+    assert connected(DEVICES["h100"], None, None, None) == DEVICES["h100"]
+    assert DEVICES["gb200"].link_over(72)[0] == "link"
 
 
 def test_the_link_that_a_group_goes_over() -> None:

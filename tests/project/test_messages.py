@@ -112,8 +112,9 @@ from torch_recompute.planner.hosts import link_of
 from torch_recompute.planner.layout import Layout, LayoutPlanner, RankPlan
 from torch_recompute.planner.schedules import Action, orders_named, orders_of, schedule_steps
 from torch_recompute.planner.solve import choose
-from torch_recompute.planner.tensor_parallel import divided
+from torch_recompute.planner.tensor_parallel import divided, rank_model
 from torch_recompute.simulation.copies import Faker
+from torch_recompute.simulation.ring import over_ring
 from torch_recompute.stores import bandwidth, host
 from torch_recompute.stores.transfers import Direct, TransferQueue
 
@@ -903,6 +904,23 @@ def on_ranks(ranks: Ranks, *, model: torch.nn.Module | None = None, **options: A
     make_plan(model or torch.nn.Linear(8, 8), ranks=ranks, **args, **options)
 
 
+def attends_in_a_ring(*backends: Any, **options: Any) -> None:
+    q = torch.ones(1, 1, 4, 8)
+    with torch.nn.attention.sdpa_kernel([*backends] or [torch.nn.attention.SDPBackend.FLASH_ATTENTION]):
+        over_ring("context-1-0", 1, q, q, q, **options)
+
+
+def shared_mixture() -> torch.nn.Module:
+    """A model whose mixtures have shared experts, too."""
+    import transformers
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 4, "first_k_dense_replace": 0}
+    more = {"n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "vocab_size": 32}
+    with torch.device("meta"):
+        return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**sizes, **heads, **more))
+
+
 def cut_up(model: torch.nn.Module, **layout: Any) -> None:
     LayoutPlanner(model, "MODEL", Layout(Ranks(**layout)), 8, "none", "h100")
 
@@ -1299,12 +1317,21 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: plans("gpt2-xl", "--frontier", "--plot", "a.png", "--pp", "2"),
     lambda: Ranks(zero=4),
     lambda: Ranks(fsdp=8, zero=1),
-    lambda: Ranks(cp=2, cp_kind="ring"),
+    lambda: Ranks(cp=2, cp_kind="zigzag"),
     lambda: on_ranks(Ranks(cp=2, zero=0)),
     lambda: plans("llama3-8b", "--budget", "1GiB", "--sequence", "96", "--cp", "64"),
     lambda: plans("llama3-8b", "--budget", "1GiB", "--sequence", "96", "--cp", "16", "--cp-kind", "ulysses"),
     lambda: Ranks(dp=12, ep=8),
     lambda: Ranks(tp=2, dp=4, ep=4, etp=1),
+    lambda: Ranks(tp=4, sequence_parallel=True, etp=3),
+    lambda: rank_model(shared_mixture(), "MODEL", 4, True, 2),
+    lambda: attends_in_a_ring(attn_mask=torch.ones(4, 4)),
+    lambda: attends_in_a_ring(torch.nn.attention.SDPBackend.MATH),
+    lambda: plans("gpt2", "--budget", "1GiB", "--network", "450"),
+    lambda: plans("gpt2", "--budget", "1GiB", "--node", "0"),
+    lambda: plans("gpt2", "--budget", "1GiB", "--node", "4", "--device", "cpu"),
+    lambda: plans("gpt2", "--budget", "500MiB"),
+    lambda: plans("gpt2", "--budget", "1GiB", "--ep", "2", "--fsdp", "2"),
     lambda: Ranks(dp=4, ep=4, imbalance=0.5),
     lambda: on_ranks(Ranks(dp=4, ep=4, zero=0)),
     lambda: on_ranks(Ranks(dp=3, ep=3, zero=0), model=mixture()),
@@ -1315,7 +1342,6 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: on_ranks(Ranks(fsdp=2), stages=Stages("1F1B", 2, 2)),
     lambda: on_ranks(Ranks(fsdp=2), model=Scalar()),
     lambda: on_ranks(Ranks(fsdp=2), model=(one := torch.nn.Linear(8, 8)), optimizer=torch.optim.SGD([one.weight])),
-    lambda: plans("gpt2", "--budget", "1GiB", "--fsdp", "2", "--pp", "2"),
     lambda: plans("gpt2", "--budget", "1GiB", "--dp", "2", "--reshard-after-forward", "no"),
     lambda: plans("gpt2", "--budget", "1GiB", "--layers", "fussed"),
     lambda: plans("gpt2", "--budget", "1GiB", "--layers", "eager+efficient-permutation"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ..doctor import Report, examine
 from ..memory.budget import read_budget
@@ -49,7 +49,7 @@ def command(args: argparse.Namespace) -> int:
             run=False if args.no_run else None,
             loss=step.loss,
             optimizer=step.optimizer,
-            device=step.device,
+            device=cast("str | None", step.device),  # which has no other links here
             **step.loop.words,
         )
     output.give(report.to_json, lambda console: _print(console, step, report))

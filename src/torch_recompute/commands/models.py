@@ -19,7 +19,7 @@ import importlib
 import inspect
 import json
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import reduce
 from importlib.resources import files
@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from .. import _torch, errors
-from ..devices import DEVICES
+from ..devices import DEVICES, Device, connected
 from ..memory.batch import ExampleCall, call_of
 from ..memory.budget import Limit
 from ..memory.loop import Loop
@@ -40,6 +40,7 @@ from ..plan.ranks import Ranks
 from ..planner.layout import Layout, one_rank
 from ..planner.profile import Profile
 from ..planner.solve import frontier, planned
+from ..simulation.experts import shared_experts
 from ..simulation.fused import OPTIONS, FusedLayers, fuse
 from ..training_step import ALONE, OPTIMIZERS, USUAL, Loss, TrainingStep, any_loss, optimizer_of
 
@@ -55,7 +56,7 @@ RANK_WORDS = {
     "vpp": "chunks of layers on each of these, by interleaved 1F1B (1)",
     "cp": "ranks that share the tokens of each sequence: context parallel (1)",
     "ep": "ranks that share the experts of each mixture: expert parallel, by all-to-all (1)",
-    "etp": "ranks that share each expert (those of --tp)",
+    "etp": "ranks that share each expert: expert tensor parallel (those of --tp)",
     "dp": "replicas; they share what --zero says (1)",
     "fsdp": "ranks that share weights, gradients and states: FSDP2; with --dp, replicas of so many (1)",
     "zero": "what replicas share: 0 nothing, 1 the optimizer's states (the default), 2 gradients, 3 weights as well",
@@ -140,6 +141,34 @@ def run_as(model: nn.Module, layers: str | None) -> FusedLayers | None:
             f"{' or '.join(f'fused+{word}' for word in OPTIONS)}{f'; close to it: {near[0]}' if near else ''}."
         )
     return fuse(model, options, f"--layers {layers}") if how == "fused" else None
+
+
+def device_of(args: argparse.Namespace, default: str | None) -> Device:
+    """Returns the device of a command line, with the links that it has there."""
+    word = args.device or default
+    node, said = getattr(args, "node", None), getattr(args, "network", None)
+    if node is None and said is None:
+        return word
+    link, network = (None, None) if said is None else _two_speeds(said)
+    if word is None or word.lower() not in DEVICES:
+        option = "--node" if node is not None else "--network"
+        raise errors.ArgumentError(errors.goes_with(option, "--device, one of " + ", ".join(DEVICES)))
+    if node is not None and node < 1:
+        raise errors.ArgumentError(errors.not_a_size("--node", node))
+    return connected(DEVICES[word.lower()], link, network, node)
+
+
+def _two_speeds(word: str) -> tuple[float, float]:
+    try:
+        link, network = map(float, word.split(","))
+    except ValueError:
+        link = network = 0.0
+    if min(link, network) <= 0:
+        raise errors.ArgumentError(
+            f"--network is {word!r}; expected two speeds in GB/s of one device, within a node and between nodes, such "
+            "as 450,50."
+        )
+    return link, network
 
 
 def add_loop_options(parser: argparse.ArgumentParser) -> None:
@@ -516,30 +545,37 @@ class AskedStep(TrainingStep):
         notes: What is to be said of the model and its batch beside the figures.
         built_here: Whether the batch is made here too, and not by a function of the user.
         layers: How its layers run; None for as they are written.
+        again: Builds it for other ranks.
     """
 
-    device: str | None = None
     word: str = ""
     optimizer_word: str = ""
     offload: bool | str = False
     notes: tuple[str, ...] = ()
     built_here: bool = False
     layers: FusedLayers | None = None
+    again: Callable[[Ranks], AskedStep] | None = None
 
     @staticmethod
     def asked(args: argparse.Namespace) -> AskedStep:
         """Reads the step of a command line; of ranks that share it, that of one."""
         optimizer_of("--optimizer", args.optimizer)
-        ranks, loop = ranks_of(args), loop_of(args)
+        ranks, loop, as_asked = ranks_of(args), loop_of(args), args
+
+        def again(other: Ranks) -> AskedStep:
+            return AskedStep.asked(argparse.Namespace(**{**vars(as_asked), "tp": other.tp, "cp": other.cp}))
+
         if ranks.fully_sharded:
             layout = Layout(ranks, args.mbs or 1, args.batch)
             loop = replace(loop, accumulate=max(loop.accumulate, layout.microbatches))
             args = argparse.Namespace(**{**vars(args), "batch": args.mbs})
         model, call, loss, built_here = load_with_batch(args)
+        if ranks.shares_experts:
+            shared_experts(model, ranks)
         if built_here:
             check_head(model, args.model, call[1])
         meta = all(parameter.is_meta for parameter in model.parameters())
-        device, optimizer = args.device or ("h100" if meta else None), (args.optimizer or USUAL).lower()
+        device, optimizer = device_of(args, "h100" if meta else None), (args.optimizer or USUAL).lower()
         asked = getattr(args, "layers", None)
         if asked not in (None, LAYERS[0]) and device is None:
             raise errors.ArgumentError(
@@ -554,7 +590,7 @@ class AskedStep(TrainingStep):
             ranks = mixed_precision(model, args, ranks)
         notes = notes_on(model, args.model, call[1]) if built_here else ()
         notes += () if layers is None else tuple(layers.notes)
-        words: Any = args.model, optimizer, getattr(args, "offload", False), notes, built_here, layers
+        words: Any = args.model, optimizer, getattr(args, "offload", False), notes, built_here, layers, again
         return AskedStep(model, *call, loss, OPTIMIZERS[optimizer], device, loop, ranks, *words)
 
     def __str__(self) -> str:

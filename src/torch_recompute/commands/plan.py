@@ -16,19 +16,21 @@ import argparse
 import json
 import math
 import signal
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
+
 from .. import errors
-from .._text import explained, table
+from .._text import explained, listed, table
 from ..memory.budget import enough, read_budget, too_small
-from ..memory.ledger import CountedOnce
 from ..plan.plan import Plan, SizeClass, shape_in_words
 from ..plan.ranks import KINDS_OF_CP, Ranks
-from ..planner.alternatives import Alternative, alternatives, held_by, in_words
+from ..planner.alternatives import LEAN_OPTIMIZERS, Alternative, alternatives, held_by, in_words, on_more_ranks
 from ..planner.configurations import PEAK_WORDS, configurations, peaks_of
 from ..planner.layout import (
     ConfiguredLayout,
@@ -44,8 +46,9 @@ from ..planner.layout import (
 from ..planner.longest import Longest, LongestOnRanks, Search
 from ..planner.planner import Planner
 from ..planner.profile import Profile
-from ..planner.sent import Sent
-from ..training_step import optimizer_of
+from ..planner.sent import Sent, unknown_network
+from ..simulation.experts import shared_experts
+from ..training_step import OPTIMIZERS, USUAL, optimizer_of, states_of
 from . import models
 from . import output as out
 from .models import DTYPES, AskedStep
@@ -67,6 +70,7 @@ CURVE_WORDS = {
 }
 """The columns of the curve, and what they mean."""
 RANK_OPTIMIZERS = ("adamw", "sgd", "none")
+MOST_RANKS = 1024  # that are suggested
 FLAT = 0.02  # a curve whose peaks differ by less offers nothing
 TITLES = (
     *("rank", "in flight", "weights", "grads", "optimizer", "activations", "buffers", "peak", "plain peak"),
@@ -137,7 +141,7 @@ def command(args: argparse.Namespace) -> int:
     with output.at_work(f"building {args.model}"):
         step = AskedStep.asked(args)
     if args.budget is not None:
-        _check_weights(step, args.budget)
+        _check_states(step, args.budget)
     with models.autocasting(step.model, args.autocast):
         with output.at_work(f"profiling {step}"):
             planner = Planner(step, offload=step.offload)
@@ -156,23 +160,41 @@ def command(args: argparse.Namespace) -> int:
     return OK
 
 
-def _check_weights(step: AskedStep, budget: str) -> None:
-    """Refuses a budget that the weights alone exceed, before anything is simulated."""
-    asked = read_budget(budget)
-    held = CountedOnce()
-    weights = held.add([*step.model.parameters(), *step.model.buffers()]) // step.ranks.shards
-    if asked.bytes is None or asked.bytes >= weights:
+def _check_states(step: AskedStep, budget: str) -> None:
+    """Refuses a budget that weights, gradients and states alone exceed, before anything is simulated."""
+    asked, shards = read_budget(budget), step.ranks.shards
+    config: Any = getattr(step.model, "config", None)
+    whole = step.built_here and config.get_text_config() is config  # else parts of it may not be trained by this batch
+    held = states_of(step.model.parameters(), step.optimizer)
+    holds = Counter({name: nbytes // shards for name, nbytes in held.items() if whole or name == "weights"})
+    if asked.bytes is None or asked.bytes >= holds.total():
         return
-    trained = sum(weight.nbytes for weight in step.model.parameters() if weight.requires_grad)
-    spread = "spread the model over ranks: --tp, --pp" if step.built_here else "shard the model over ranks"
+    made = listed([f"{errors.size(nbytes, up=True)} of {name}" for name, nbytes in holds.items()])
     raise errors.BudgetError(
-        f"budget={asked.said} is too small for the weights alone of {step.word}, {errors.size(weights, up=True)} "
-        f"({weights} bytes); gradients take {errors.size(trained, up=True)} besides, and the states of an optimizer "
-        "more. No plan lowers these.\n"
-        f"  Write a budget above them, or {spread}.",
-        weights,
+        f"budget={asked.said} is too small for what {step.word} holds whatever is recomputed, "
+        f"{errors.size(holds.total(), up=True)} ({holds.total()} bytes): {made}. No plan lowers these.\n"
+        f"  Write a budget above them{_lighter(step, asked.bytes)}.",
+        holds.total(),
         None,
     )
+
+
+def _lighter(step: AskedStep, budget: int) -> str:
+    """Returns what leaves room within a budget beside weights, gradients and states: other optimizers, more ranks."""
+    found: list[str] = []
+    for name in LEAN_OPTIMIZERS if step.optimizer is not None else ():
+        total = states_of(step.model.parameters(), OPTIMIZERS[name]).total() // step.ranks.shards
+        if total < budget and OPTIMIZERS[name] is not step.optimizer:
+            found.append(f"--optimizer {name} ({errors.size(total, up=True)})")
+    if step.built_here:
+        sharded = step.ranks.fully_sharded
+        total = states_of(step.model.parameters(), step.optimizer, None if sharded else torch.float32).total()
+        count = 2 * (step.ranks.fsdp if sharded else 1)
+        while total // count >= budget and count < MOST_RANKS:
+            count *= 2
+        if total // count < budget:
+            found.append(f"--fsdp {count} ({errors.size(total // count, up=True)} on a rank)")
+    return f"; of these there are fewer with {' or '.join(found)}" if found else ", or spread the model over ranks"
 
 
 def _nothing_to_gain(planner: Planner, plans: Sequence[Plan]) -> list[str]:
@@ -239,7 +261,7 @@ def _print_step(console: Console, args: argparse.Namespace, planner: Planner, pl
     if step.ranks != Ranks():
         if not args.frontier:
             _print_rows(console, [plan_of_shard(planner, plans[0])])
-        _print_sent(console, planner.sent)
+        _print_sent(console, planner.sent, planner.price.name)
 
 
 def _print_head(console: Console, head: str, notes: Sequence[str]) -> None:
@@ -483,6 +505,12 @@ def _add_rank_options(parser: argparse.ArgumentParser) -> None:
         choices=("yes", "no"),
         help="whether ranks of --fsdp free a layer's weights between its forward and its backward (yes)",
     )
+    group.add_argument(
+        "--network",
+        metavar="IN-NODE,BETWEEN",
+        help="GB/s that one device sends within a node and between nodes, as 450,50 (the device's data sheet)",
+    )
+    group.add_argument("--node", type=int, metavar="N", help="devices of a node (8; 72 for gb200 and gb300)")
     group.add_argument("--reduce-dtype", metavar="DTYPE", help="in which --fsdp reduces gradients (float32)")
 
 
@@ -497,9 +525,6 @@ def _layout_of(args: argparse.Namespace) -> Layout | None:
     ranks = models.ranks_of(args)
     if (not given and ranks == Ranks()) or (ranks.fully_sharded and ranks.pp == 1):
         return None
-    if ranks.fully_sharded:
-        why = "of a pipeline, ranks with batches of their own are planned to share the optimizer's states alone"
-        raise errors.ArgumentError(_goes_without("--fsdp" if ranks.fsdp > 1 else f"--zero {ranks.zero}", "--pp", why))
     option = next((f"--{name}" for name in given), "--sequence-parallel")
     if args.plot is not None:
         raise errors.ArgumentError(_goes_without("--plot", option, "its picture is of one device's curve"))
@@ -513,8 +538,8 @@ def _layout_of(args: argparse.Namespace) -> Layout | None:
         raise errors.ArgumentError(_goes_without(changed, option, why))
     models.check_sizes(args)
     optimizer_of("--optimizer", args.optimizer)
-    args.optimizer = args.optimizer or RANK_OPTIMIZERS[0]
-    if args.optimizer not in RANK_OPTIMIZERS:
+    args.optimizer = (args.optimizer or (USUAL if ranks.fully_sharded else RANK_OPTIMIZERS[0])).lower()
+    if args.optimizer not in RANK_OPTIMIZERS and not ranks.fully_sharded:
         why = f"of ranks, whose optimizer is Megatron's, are planned {', '.join(RANK_OPTIMIZERS)}"
         raise errors.ArgumentError(_goes_without(f"--optimizer {args.optimizer}", option, why))
     return Layout(ranks, args.mbs or 1, args.batch)
@@ -531,6 +556,10 @@ class _OnRanks:
             if "input_ids" not in batch:
                 raise errors.ArgumentError(no_pipeline(args.model, type(self.model).__name__))
             models.check_head(self.model, args.model, batch)
+            if layout.ranks.shares_experts:
+                shared_experts(self.model, layout.ranks)
+        if layout.ranks.fully_sharded:
+            self.layout = replace(layout, ranks=models.mixed_precision(self.model, args, layout.ranks))
         self.tokens = int(batch["input_ids"].shape[1])
         self.layers = models.run_as(self.model, args.layers)
         self.notes = *models.notes_on(self.model, args.model, batch), *(self.layers.notes if self.layers else ())
@@ -540,7 +569,7 @@ class _OnRanks:
         args, layout = self.args, self.layout
         if mbs is not None:
             layout = replace(layout, mbs=mbs, batch=layout.microbatches * layout.ranks.batches * mbs)
-        device = args.device or "h100"
+        device = models.device_of(args, "h100")
         return kind(self.model, args.model, layout, tokens or self.tokens, args.optimizer, device)
 
     def give(self, found: dict[str, Any], show: Callable[[Console], None], *more: str) -> int:
@@ -565,6 +594,7 @@ class _OnRanks:
 def _plan_ranks(args: argparse.Namespace, layout: Layout, output: Output) -> int:
     """Plans a step that is spread over ranks, or answers what else is asked of it; 0 when there is an answer."""
     asked = _OnRanks(args, layout, output)
+    layout = asked.layout
     if args.recompute is not None:
         return _show_rank_peaks(asked)
     if args.longest or args.largest_batch:
@@ -573,8 +603,13 @@ def _plan_ranks(args: argparse.Namespace, layout: Layout, output: Output) -> int
         planner = asked.ranks(LayoutPlanner)
     if args.frontier:
         return _show_rank_curve(asked, planner)
-    with output.at_work("planning"):
-        plans = planner.plans(args.budget)
+    try:
+        with output.at_work("planning"):
+            plans = planner.plans(args.budget)
+    except errors.BudgetError as error:
+        wanted = read_budget(args.budget).bytes
+        more = in_words(on_more_ranks(planner), wanted, option=True) if wanted is not None else []
+        raise errors.BudgetError("\n  ".join([str(error), *more]), error.smallest, error.solution) from None
     if args.out is not None:
         for plan in plans:
             out.write_plan(args.out.with_name(f"{args.out.stem}-rank{plan.rank}{args.out.suffix}"), plan.plan)
@@ -699,11 +734,19 @@ def _print_ranks(console: Console, layout: Layout, plans: Sequence[RankPlan]) ->
         f"slowest rank and {(layout.ranks.pp - 1) / layout.ranks.vpp:g} to fill and drain the pipeline, then "
         f"{1000 * max(plan.optimizer_seconds for plan in plans):,.1f} ms of the optimizer"
     )
+    shared = (
+        "Replicas share the optimizer's state, as Megatron's distributed optimizer does; gradients are in buffers of "
+        f"{layout.ranks.reduce_dtype or 'the type of weights'}."
+    )
+    if layout.ranks.fully_sharded:
+        shared = (
+            "FSDP2 shares weights, gradients and states, in torch's pipeline: gradients of microbatches are added up "
+            "whole and reduced once."
+        )
     console.print(
         f"Sizes in {name}. In flight: microbatches of a chunk at the peak, over all chunks. Gap: no choice of "
         "what to keep and recompute saves more of the rank's time. Links: collectives inside a layer, counted in a "
-        "microbatch. Replicas share the optimizer's state, as Megatron's distributed optimizer does; gradients are in "
-        f"buffers of {layout.ranks.reduce_dtype or 'the type of weights'}.",
+        f"microbatch. {shared}",
         style="dim",
     )
 
@@ -716,10 +759,13 @@ def _print_rows(console: Console, plans: Sequence[RankPlan]) -> str:
     return name
 
 
-def _print_sent(console: Console, sent: Sequence[Sent]) -> None:
+def _print_sent(console: Console, sent: Sequence[Sent], device: str = "such devices") -> None:
     """Prints what a rank sends in a step, for which purpose and over which link."""
     if sent:
         console.print(f"  sent in a step: {'; '.join(map(str, sent))}")
+    said = unknown_network(sent, device)
+    if said:
+        console.print(said, style="yellow")
 
 
 def _rank_row(plan: RankPlan, unit: int) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from typing import Any
 from .. import errors
 
 SIZES = ("tp", "pp", "vpp", "cp", "ep", "dp", "fsdp")
-KINDS_OF_CP = ("all-gather", "ulysses")
+KINDS_OF_CP = ("all-gather", "ring", "ulysses")
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,16 @@ class Ranks:
         cp: Ranks that share the tokens of each sequence (context parallel); weights, gradients and states are shared
             over these as over the ranks with batches of their own.
         ep: Ranks that share the experts of each mixture (expert parallel). They are ranks of `dp`, `fsdp` and `cp`, and
-            of these every `ep`-th has the same experts.
-        etp: Ranks that share each expert; by default, and at present always, those of `tp`.
+            with fewer of `etp` of `tp`; of these every `ep`-th has the same experts.
+        etp: Ranks that share each expert (expert tensor parallel); by default those of `tp`. With fewer, a rank's
+            experts are wider and take its own share of the tokens, which needs `sequence_parallel`.
         dp: Replicas (data parallel), each with batches of its own.
         fsdp: Ranks with batches of their own that share weights, gradients and states (`fully_shard`).
         zero: What ranks with batches of their own share: 0 nothing, 1 the optimizer's states, 2 gradients and states
             (weights are whole from forward to backward: `reshard_after_forward=False`), 3 weights as well. By default
             3 with `fsdp`, else 1; 2 and 3 with `dp` alone are `fsdp` in its place.
-        cp_kind: How attention sees the others' tokens: "all-gather" of keys and values, or "ulysses", which exchanges
-            tokens for heads.
+        cp_kind: How attention sees the others' tokens: by an "all-gather" of keys and values, by a "ring" in which
+            their blocks go round, or by "ulysses", which exchanges tokens for heads.
         imbalance: How many times as many tokens as with perfect balance the rank receives whose experts are asked the
             most; that rank is the one that is planned.
         param_dtype: With `fsdp`, the type of gathered weights and of what is computed, as "bfloat16"; "" for that of
@@ -79,24 +80,14 @@ class Ranks:
             raise errors.ArgumentError(errors.goes_with("--vpp", "--pp"))
         if self.sequence_parallel and self.tp == 1:
             raise errors.ArgumentError(errors.goes_with("--sequence-parallel", "--tp"))
-        sharing = self.batches * self.cp
-        if sharing % self.ep:
-            raise errors.ArgumentError(
-                f"--ep is {self.ep}, and experts are shared by ranks of --dp, --fsdp and --cp, which are {sharing}; "
-                f"{self.ep} does not divide that. Write --ep {those_that_fit(range(1, sharing + 1), sharing)}."
-            )
-        if self.etp not in (None, self.tp):
-            raise errors.ArgumentError(
-                f"--etp is {self.etp} and --tp is {self.tp}; at present a rank's share of an expert is planned as its "
-                "share of a layer. Leave --etp out."
-            )
+        self._check_experts()
         if not self.imbalance >= 1:
             raise errors.ArgumentError(
                 f"--imbalance is {self.imbalance}: the tokens of the rank that receives the most, over those of "
                 "perfect balance. Write 1 or more."
             )
         if self.cp_kind not in KINDS_OF_CP:
-            raise errors.ArgumentError(f"--cp-kind is {self.cp_kind!r}; expected {' or '.join(KINDS_OF_CP)}.")
+            raise errors.ArgumentError(f"--cp-kind is {self.cp_kind!r}; expected {', '.join(KINDS_OF_CP)}.")
         allowed = (0, 1, 2, 3) if self.fsdp == 1 else (2, 3)
         if self.zero is not None and self.zero not in allowed:
             raise errors.ArgumentError(
@@ -104,6 +95,46 @@ class Ranks:
                 f"{', since ranks of --fsdp share gradients and states at least' if self.fsdp > 1 else ''}. Write "
                 "--dp 8 --zero 1 for ranks that share the optimizer's states alone."
             )
+
+    def _check_experts(self) -> None:
+        etp = self.expert_tp
+        if type(etp) is not int or etp < 1 or self.tp % etp:
+            raise errors.ArgumentError(
+                f"--etp is {self.etp}, and an expert is shared by ranks of --tp, which are {self.tp}; {self.etp} does "
+                f"not divide that. Write --etp {those_that_fit(range(1, self.tp + 1), self.tp)}."
+            )
+        if etp < self.tp and not self.sequence_parallel:
+            raise errors.ArgumentError(
+                f"--etp is {etp} and --tp is {self.tp}: experts that fewer ranks share take each rank's own tokens, "
+                "and without --sequence-parallel all of these have the same ones. Write --sequence-parallel as well."
+            )
+        sharing = self.expert_ranks
+        if sharing % self.ep:
+            raise errors.ArgumentError(
+                f"--ep is {self.ep}, and experts are shared by the ranks of --dp, --fsdp and --cp, and of --tp over "
+                f"--etp, which are {sharing}; {self.ep} does not divide that. Write --ep "
+                f"{those_that_fit(range(1, sharing + 1), sharing)}."
+            )
+
+    @property
+    def expert_tp(self) -> int:
+        """The number of ranks that share each expert."""
+        return self.tp if self.etp is None else self.etp
+
+    @property
+    def shares_experts(self) -> bool:
+        """Whether experts are shared otherwise than layers are."""
+        return self.ep > 1 or self.expert_tp != self.tp
+
+    @property
+    def expert_ranks(self) -> int:
+        """The number of ranks of one stage of a pipeline, each group that shares an expert counted as one."""
+        return self.batches * self.cp * self.tp // self.expert_tp
+
+    @property
+    def expert_shards(self) -> int:
+        """The number of ranks that share the weights of an expert which they all have; 1 where they are whole."""
+        return self.shards * self.tp // self.expert_tp // self.ep if self.fully_sharded else 1
 
     @property
     def fully_sharded(self) -> bool:
@@ -136,7 +167,7 @@ class Ranks:
     def copies_of(self, weight: object) -> int:
         """The number of ranks with the same weight, where weights are whole: fewer of an expert's that is shared."""
         of_experts = not getattr(weight, "allreduce", True)
-        return self.batches * self.cp // (self.ep if of_experts else 1)
+        return self.expert_ranks // self.ep if of_experts else self.batches * self.cp
 
     def group(self, word: str, size: int) -> str:
         """The name of a group of ranks for collectives: what it is for, in how many ranks in a row it lies, its size.
@@ -176,6 +207,7 @@ class Ranks:
             f"expert parallel {self.ep}{f', imbalance {self.imbalance:g}' if self.imbalance > 1 else ''}"
             if self.ep > 1
             else "",
+            f"expert tensor parallel {self.expert_tp}" if self.expert_tp != self.tp else "",
             f"context parallel {self.cp} by {self.cp_kind}" if self.cp > 1 else "",
             f"fully sharded over {self.shards}{', whole from forward to backward' if self.keeps_gathered else ''}"
             if self.fully_sharded

@@ -20,10 +20,12 @@ from .._text import doing, listed
 from ..memory.budget import Limit, no_plan_fits
 from ..plan.apply import apply
 from ..plan.plan import Plan
+from ..plan.ranks import Ranks
 from ..simulation import Simulation, simulate_step
 from ..training_step import OPTIMIZERS, TrainingStep
 from .configurations import made_of
 from .hosts import HostApart
+from .layout import LayoutPlanner
 from .planner import Planner
 
 LEAN_OPTIMIZERS = ("adamw-fused", "adafactor", "sgd")  # which may take less memory than another
@@ -60,6 +62,10 @@ def _changed(planner: Planner) -> Iterator[tuple[str, str, TrainingStep, Plan]]:
         if OPTIMIZERS[name] is not own:
             changed = replace(step, optimizer=OPTIMIZERS[name])
             yield f"--optimizer {name}", f'optimizer="{name}"', changed, plan
+    for option, ranks in doubled(step.ranks):
+        changed = _on_ranks(step, ranks)
+        if changed is not None:
+            yield f"--{option.replace('=', ' ')}", f"Ranks({option})", changed, plan
     loop = step.loop
     if loop.hold_output:
         yield "--no-hold-output", "hold_output=False", replace(step, loop=replace(loop, hold_output=False)), plan
@@ -70,6 +76,47 @@ def _changed(planner: Planner) -> Iterator[tuple[str, str, TrainingStep, Plan]]:
     if sheet is not None and sheet.host is not None and planner.costs.host is None:
         away = tuple(replace(choice, store="host") for choice in plan)
         yield "--offload", "offload=True", step, replace(plan, choices=away)
+
+
+def doubled(ranks: Ranks) -> Iterator[tuple[str, Ranks]]:
+    """Yields the ranks with twice as many of each kind of which there are some, and what is changed, as "fsdp=8"."""
+    for name in ("tp", "pp", "cp", "ep", "dp", "fsdp"):
+        size = 2 * getattr(ranks, name)
+        if size == 2:
+            continue
+        try:
+            yield f"{name}={size}", replace(ranks, **{name: size})
+        except errors.ArgumentError:  # experts that so many ranks cannot share
+            continue
+
+
+def _on_ranks(step: TrainingStep, ranks: Ranks) -> TrainingStep | None:
+    """The step on other ranks; None where it would have to be built again and cannot be."""
+    if (ranks.tp, ranks.cp) == (step.ranks.tp, step.ranks.cp):
+        return replace(step, ranks=ranks)
+    again: Any = getattr(step, "again", None)
+    try:
+        return None if again is None else again(ranks)
+    except errors.ArgumentError:  # sizes that so many ranks cannot share
+        return None
+
+
+def on_more_ranks(planner: LayoutPlanner) -> list[Alternative]:
+    """Returns what twice as many ranks of each kind need with the plan that needs the least, the lowest peak first."""
+    layout, plan, found = planner.layout, planner.least_plan, list[Alternative]()
+    for option, ranks in doubled(layout.ranks):
+        doing(f"simulating {option}")
+        times = ranks.batches // layout.ranks.batches
+        batch = None if layout.batch is None else times * layout.batch
+        try:
+            fullest = max(
+                rank.peak_bytes for rank in planner.spread(replace(layout, ranks=ranks, batch=batch)).under(plan)
+            )
+        except errors.ArgumentError:  # sizes that so many ranks cannot share
+            continue
+        found.append(Alternative(f"--{option.replace('=', ' ')}", f"Ranks({option})", fullest))
+    least = max(rank.least.peak.bytes for rank in planner.pipeline.ranks)
+    return sorted((one for one in found if one.peak_bytes < _WORTH * least), key=lambda one: one.peak_bytes)
 
 
 def _smaller_batches(planner: Planner, budget: int | None) -> Iterator[Alternative]:

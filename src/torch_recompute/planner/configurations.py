@@ -43,6 +43,7 @@ from ..training_step import Loss, MakeOptimizer, TrainingStep
 from .hosts import stores_for
 from .ops import Op, op_of
 from .prices import Measured, prices_for, seconds_of
+from .sent import Sent, overlapped, sent, unknown_network
 
 LARGEST = 3
 PEAK_WORDS: Mapping[str, str] = {
@@ -78,6 +79,7 @@ class ConfiguredStep:
         device: What the seconds are of.
         timing: Where they are from, in words; "" for a data sheet.
         host_bytes: The most that is kept in host memory. What copies there and back take is not in the seconds.
+        sent: What a rank sends; those seconds that FSDP hides behind what is computed are not in the step's.
     """
 
     name: str
@@ -88,6 +90,7 @@ class ConfiguredStep:
     device: str
     timing: str = ""
     host_bytes: int = 0
+    sent: tuple[Sent, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -129,6 +132,7 @@ class ConfiguredStep:
             "replay_seconds": self.replay_seconds,
             "replay_flops": self.simulation.flops["replay"],
             "host_bytes": self.host_bytes,
+            "sent": [one.as_data() for one in self.sent],
             "regions": len(self.plan),
             "advice": self.simulation.advice,
             "assumed": list(self.simulation.assumed),
@@ -234,6 +238,7 @@ def parts_as_data(parts: Mapping[str, int]) -> dict[str, int]:
 
 def _configured(step: TrainingStep, name: str, plan: Plan, price: Roofline | Measured) -> ConfiguredStep:
     ran: Counter[tuple[str, Op]] = Counter()
+    order: list[Op] = []
     stores, most_hosted = stores_for(plan, step), 0
 
     def count(phase: str, operation: Operation) -> None:
@@ -242,14 +247,24 @@ def _configured(step: TrainingStep, name: str, plan: Plan, price: Roofline | Mea
         op = op_of(operation)
         if op is not None:
             ran[phase, op] += 1
+            if phase != "optimizer" and step.ranks.fully_sharded:
+                order.append(op)
 
     doing(f"simulating the step with {name}")
     found = simulate_step(step, prepare=lambda copy: apply(copy, plan, stores=stores), watch=count)
     times = step.loop.accumulate
     replayed = {key: number for key, number in ran.items() if key[0] == "replay"}
-    (_, step_seconds), (_, replay_seconds) = (seconds_of(some, price, times) for some in (ran, replayed))
+    (updating, step_seconds), (_, replay_seconds) = (seconds_of(some, price, times) for some in (ran, replayed))
+    hidden: dict[str, float] = {}
+    if order:
+        once, hidden = overlapped(order, price)
+        step_seconds = times * once + updating
+    every: Counter[Op] = Counter()
+    for (_, op), number in ran.items():
+        every[op] += number
     timing = price.timing if isinstance(price, Measured) else ""
-    return ConfiguredStep(name, plan, found, step_seconds, replay_seconds, price.name, timing, most_hosted)
+    sends = sent(every, price, hidden, times)
+    return ConfiguredStep(name, plan, found, step_seconds, replay_seconds, price.name, timing, most_hosted, sends)
 
 
 # --- words ---
@@ -356,6 +371,9 @@ def _lines(steps: Sequence[ConfiguredStep]) -> Iterator[str]:
     wide = max(len(row[0]) for row in rows)
     yield from table([(row[0].ljust(wide), *row[1:]) for row in rows])
     for one in steps:
+        if one.sent:
+            yield f"{one.name}: sent in a step: {'; '.join(map(str, one.sent))}"
+    for one in steps:
         peak = one.simulation.peak
         uncounted = f" ({one.simulation.uncounted})" if one.simulation.uncounted else ""
         yield f"{one.name}: the peak is in {_where(peak.phase, peak.module)}, by {_name_of(peak.op)}{uncounted}"
@@ -372,6 +390,10 @@ def _said(steps: Sequence[ConfiguredStep]) -> Iterator[tuple[str, str]]:
     yield "not counted", NOT_COUNTED
     for device in dict.fromkeys(f"on {one.device}" + (f", {one.timing}" if one.timing else "") for one in steps):
         yield "seconds", device
+    if any(each.hidden for one in steps for each in one.sent):
+        yield "not in the seconds", "what FSDP sends while something is computed, which is said as hidden"
+    for said in dict.fromkeys(filter(None, (unknown_network(one.sent, one.device) for one in steps))):
+        yield "network", said
     if any(one.host_bytes for one in steps):
         yield "not in the seconds", "copies to host memory and back that take longer than what is computed meanwhile"
     for words in dict.fromkeys(words for one in steps for words in one.simulation.assumed):

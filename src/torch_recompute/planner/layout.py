@@ -25,19 +25,20 @@ import torch
 from torch import nn
 
 from .. import errors
-from .._text import counted, table
+from .._text import table
+from ..devices import Device
 from ..memory.budget import Limit
 from ..memory.loop import Loop
 from ..plan.plan import Plan
 from ..plan.ranks import Ranks
 from ..simulation.step import where_it_runs
-from ..training_step import TrainingStep, any_loss
+from ..training_step import OPTIMIZERS, TrainingStep, any_loss
 from .configurations import PEAK_WORDS, made_of, parts_as_data
 from .pipeline import Budget, PipelinePlanner, PipelineRank, PipelineStages, RankPlanner, paths_of_layers
 from .planner import Planner
 from .prices import prices_for
 from .schedules import Pipeline, one_f_one_b, orders_named
-from .sent import Sent, between, sent
+from .sent import Sent, between, sent, together
 from .stage_runs import StageRun
 from .tensor_parallel import check_divides, rank_model
 
@@ -127,6 +128,7 @@ class RankPlan:
     plan: Plan  # in the paths of the whole model
     made_of: Mapping[str, int]  # the bytes of the peak by what they are for
     where: str  # the peak is, in words
+    once_seconds: float = 0.0  # of what ranks that share weights send once in a step
 
     @property
     def buffer_bytes(self) -> int:
@@ -158,7 +160,7 @@ def step_seconds(layout: Layout, plans: Sequence[RankPlan], *, plain: bool = Fal
         for plan in plans
     ]
     waits = (layout.ranks.pp - 1) / layout.ranks.vpp
-    ends = max(plan.optimizer_seconds + plan.waited(GRADIENTS, WEIGHTS) for plan in plans)
+    ends = max(plan.optimizer_seconds + plan.once_seconds + plan.waited(GRADIENTS, WEIGHTS) for plan in plans)
     return (layout.microbatches + waits) * max(each) + ends
 
 
@@ -219,7 +221,7 @@ def configured(steps: Sequence[ConfiguredLayout]) -> Iterator[str]:
     wide = max(len(row[0]) for row in rows)
     yield from table([(row[0].ljust(wide), *row[1:]) for row in rows])
     for one in steps:
-        flying = f", with {counted(sum(one.fullest.held), 'microbatch')} in flight"
+        flying = f", with {sum(one.fullest.held)} in flight"
         yield f"{one.name}: rank {one.fullest.rank} needs the most, {one.fullest.where}{flying}"
         others = (f"rank {rank.rank} {errors.size(rank.peak_bytes)}" for rank in one.ranks if rank is not one.fullest)
         if len(one.ranks) > 1:
@@ -249,7 +251,9 @@ def one_rank(
             f"two equal parts each. Write a --sequence that is a multiple of {2 * ranks.cp}."
         )
     tokens //= ranks.cp
-    part, layers = rank_model(model, word, ranks.tp, ranks.sequence_parallel)
+    part, layers = rank_model(model, word, ranks.tp, ranks.sequence_parallel, ranks.expert_tp)
+    if all(weight.dtype == torch.float32 for weight in model.parameters()):
+        part.float()
     if not layers or not hasattr(model, "get_input_embeddings"):
         raise errors.ArgumentError(no_pipeline(word, type(model).__name__))
     ids = torch.ones(mbs, tokens, dtype=torch.long)
@@ -299,20 +303,26 @@ class LayoutRanks:
     """
 
     def __init__(
-        self, model: nn.Module, word: str, layout: Layout, tokens: int, optimizer: str, device: str | None
+        self, model: nn.Module, word: str, layout: Layout, tokens: int, optimizer: str, device: Device
     ) -> None:
-        self.layout, self.tokens, self._optimizer = layout, tokens, optimizer
+        self.layout, self.tokens, self._optimizer, self._of = layout, tokens, optimizer, (model, word, device)
         part, self.paths, batch = one_rank(model, word, layout.ranks, layout.mbs, tokens)
         self.cut = layout.pipeline(len(self.paths))
         loop = Loop(hold_output=False)
         self.step = TrainingStep(part, (), batch, any_loss, device=device, loop=loop, ranks=layout.ranks)
-        self.make = partial(Sharded, ranks=layout.ranks, word=optimizer)
+        self._sharded = layout.ranks.fully_sharded  # which torch's runtime runs
+        self.make = OPTIMIZERS[optimizer] if self._sharded else partial(Sharded, ranks=layout.ranks, word=optimizer)
 
     @cached_property
     def pipeline(self) -> PipelineStages:
         """The stages."""
         price = prices_for(self.step, where_it_runs(self.step)[0])
-        return PipelineStages(self.step, self.paths, self.cut, self.make, True, price)
+        return PipelineStages(self.step, self.paths, self.cut, self.make, not self._sharded, price)
+
+    def spread(self, layout: Layout) -> LayoutRanks:
+        """The same step, spread in another way."""
+        model, word, device = self._of
+        return LayoutRanks(model, word, layout, self.tokens, self._optimizer, device)
 
     def under(self, plan: Plan) -> list[RankPlan]:
         """Each rank under a plan that is stated, without a prediction."""
@@ -323,8 +333,11 @@ class LayoutRanks:
     def seen(self, rank: PipelineRank, runs: Mapping[int, StageRun], plan: Plan) -> RankPlan:
         """Returns what runs of the stages of a rank under a plan have shown."""
         runner, price, peak = self.pipeline.runner, self.pipeline.price, rank.peak(runs)
-        weights = [runner.model.get_parameter(name) for name in rank.parameters]
+        weights, parts = [runner.model.get_parameter(name) for name in rank.parameters], rank.made_of(runs)
         weight_bytes, gradient_bytes = runner.bytes_of(weights), sum(one.bytes.gradient_bytes for one in runs.values())
+        if self._sharded:  # which are not there all the time
+            gradient_bytes = parts["gradients"]
+        states = weight_bytes + gradient_bytes + rank.state_bytes
         microbatch, update = rank.ran
         links = [(sent, price(op) * n, n) for op, n in microbatch.items() if (sent := op.sent_bytes) is not None]
         step = peak.step
@@ -336,7 +349,7 @@ class LayoutRanks:
             gradient_bytes=gradient_bytes,
             optimizer_bytes=rank.state_bytes,
             held=tuple(0 if step is None else step.live(stage) for stage in rank.stages),
-            activation_bytes=peak.bytes - weight_bytes - gradient_bytes - rank.state_bytes,
+            activation_bytes=peak.bytes - states - parts.get("buffers of ranks", 0),
             plain_peak_bytes=rank.peak(rank.runs).bytes,
             microbatch_seconds=rank.seconds,
             replay_seconds=sum(price(op) * count for run in runs.values() for op, count in run.replayed.items()),
@@ -345,21 +358,22 @@ class LayoutRanks:
             link_seconds=sum(seconds for _, seconds, _ in links),
             sent=self._sent(rank),
             plan=plan,
-            made_of=rank.made_of(runs),
+            made_of=parts,
             where=peak.where,
+            once_seconds=sum(price(op) * count for op, count in rank.once.items()),
         )
 
     def _sent(self, rank: PipelineRank) -> tuple[Sent, ...]:
         """Counts what a rank sends in a step: by its operations, between stages, for the states that replicas share."""
         layout, runner, price = self.layout, self.pipeline.runner, self.pipeline.price
         ranks, bounds, count = layout.ranks, self.pipeline.pipeline.bounds, layout.microbatches
-        found = [*sent(rank.ran[0], price, {}, count)]
+        found = together([*sent(rank.ran[0], price, rank.hidden, count), *sent(rank.once, price, {})])
         starts = [bounds[stage][0] for stage in rank.stages] + [bounds[stage][1] for stage in rank.stages]
         crossed = [runner.bytes_of(runner.layers[start].inputs) for start in starts if 0 < start < len(runner.layers)]
         if crossed:  # by an output, or by the gradient of an input
             overlaps = ranks.vpp > 1
             found.append(between(count * sum(crossed), ranks.world // ranks.pp + 1, price, STAGES, overlaps=overlaps))
-        weights = [runner.model.get_parameter(name) for name in rank.parameters]
+        weights = [] if self._sharded else [runner.model.get_parameter(name) for name in rank.parameters]
         own: dict[str, int] = dict.fromkeys((GRADIENTS, WEIGHTS), 0)
         for weight in weights:
             replicas = ranks.copies_of(weight)
@@ -377,7 +391,7 @@ class LayoutPlanner(LayoutRanks):
     """A model whose step is spread over ranks, and plans for each; the arguments are those of `LayoutRanks`."""
 
     def __init__(
-        self, model: nn.Module, word: str, layout: Layout, tokens: int, optimizer: str, device: str | None
+        self, model: nn.Module, word: str, layout: Layout, tokens: int, optimizer: str, device: Device
     ) -> None:
         super().__init__(model, word, layout, tokens, optimizer, device)
         self.planner = Planner(self.step)
@@ -386,7 +400,7 @@ class LayoutPlanner(LayoutRanks):
     @cached_property
     def pipeline(self) -> PipelinePlanner:
         """The stages, and plans for the ranks."""
-        return PipelinePlanner(self.planner, self.cut, self.make, megatron=True)
+        return PipelinePlanner(self.planner, self.cut, self.make, megatron=not self._sharded)
 
     @cached_property
     def least_bytes(self) -> int:

@@ -40,7 +40,7 @@ from .ops import Op
 from .planner import Planner, calibrate
 from .rank_memory import RankMemory, RankPeak, StageBytes
 from .schedules import FORWARD, INPUTS, REDUCE, WEIGHTS, Pipeline, Schedule, ScheduleStep, in_flight, schedule_steps
-from .sent import Price
+from .sent import Price, overlapped
 from .solve import choices_of, choose, planned, smallest
 from .stage_runs import StageRun, StageRunner
 
@@ -193,6 +193,7 @@ class PipelineRank:
     Attributes:
         stages: The numbers of its stages.
         kinds: Of their actions.
+        hidden: Of the seconds of one microbatch those of what is sent meanwhile, by purpose.
         runs: Those of its stages without recomputation.
         seconds: Of one microbatch, without recomputation.
         parameters: Those that its stages read, by name.
@@ -212,7 +213,11 @@ class PipelineRank:
         if of.optimizer is not None:
             taken, updating = of.runner.optimizer(of.optimizer, self.parameters)
         self.ran = sum((run.ran for run in runs.values()), Counter[Op]()), updating
-        self.seconds = sum(of.price(op) * count for op, count in self.ran[0].items())
+        self.seconds, self.hidden = sum(of.price(op) * count for op, count in self.ran[0].items()), dict[str, float]()
+        if of.step.ranks.fully_sharded:
+            found = [overlapped(run.order, of.price) for run in runs.values()]
+            self.seconds = sum(seconds for seconds, _ in found)
+            self.hidden = dict(sum((Counter(hidden) for _, hidden in found), Counter[str]()))
         self.state_bytes = taken[0]
         self.memory = RankMemory(
             schedule_steps(actions),
@@ -224,6 +229,16 @@ class PipelineRank:
             reserved=of.runner.held if of.megatron or of.step.ranks.fully_sharded else 0,
             sharded=of.step.ranks.fully_sharded,
         )
+
+    @property
+    def once(self) -> Counter[Op]:
+        """What ranks that share weights send in a step besides what they send for each microbatch."""
+        found: Counter[Op] = Counter()
+        times = {**self.memory.before(FORWARD), **{(stage, REDUCE): 1 for stage in self.stages}}
+        for (stage, last), count in times.items():
+            for op, number in self.runs[stage].more.get(last, Counter[Op]()).items():
+                found[op] += number * count
+        return found
 
     def peak(self, runs: Mapping[int, StageRun]) -> RankPeak:
         """When the most bytes are alive, given runs of its stages."""

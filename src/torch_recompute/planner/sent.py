@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .. import errors
-from ..devices import Roofline
+from ..devices import UNKNOWN_NETWORK, Roofline
 from .ops import Op
 from .prices import Measured
 
@@ -102,6 +102,26 @@ def sent(ran: Mapping[Op, int], price: Price, hidden: Mapping[str, float], times
         Sent(word, times * nbytes, times * seconds, times * hidden.get(word, 0.0), link)
         for (word, link), (nbytes, seconds) in found.items()
     )
+
+
+def unknown_network(several: Iterable[Sent], device: str) -> str:
+    """Returns what is to be said where something goes over a network whose speed is not known, else ""."""
+    if all(one.link != UNKNOWN_NETWORK for one in several):
+        return ""
+    return (
+        f"How fast the network between nodes with {device} is depends on who has built it, so what goes over it is "
+        "timed as over the link within a node. Write --network IN-NODE,BETWEEN in GB/s of one device."
+    )
+
+
+def together(several: Iterable[Sent]) -> list[Sent]:
+    """Returns what is sent for the same purpose over the same link as one."""
+    found: dict[tuple[str, str], Sent] = {}
+    for one in several:
+        old = found.get((one.what, one.link), Sent(one.what, 0, 0.0, 0.0, one.link))
+        sums = old.bytes + one.bytes, old.seconds + one.seconds, old.hidden + one.hidden
+        found[one.what, one.link] = Sent(one.what, *sums, one.link)
+    return [*found.values()]
 
 
 def overlapped(ran: Iterable[Op], price: Price) -> tuple[float, dict[str, float]]:

@@ -551,7 +551,9 @@ class _ShardedMicrobatches(_Microbatches):
         for kind in (FORWARD, FORWARD, BACKWARD, BACKWARD, FORWARD, BACKWARD):
             if kind == FORWARD:
                 before, start, self._began = self._live, len(self._timeline), self._recording.events
-                self._ran.clear(), self._replayed.clear(), self._order.clear()
+                self._ran.clear()
+                self._replayed.clear()
+                self._order.clear()
                 flying.append(self._flight(last))
                 whole = flying[-1].whole
                 self._more.setdefault(last, Counter(op for op in self._order if op.sent_bytes is not None))

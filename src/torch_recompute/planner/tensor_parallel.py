@@ -25,7 +25,7 @@ layouts know no experts, and which keep what was gathered where Megatron keeps t
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -37,7 +37,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from .. import errors
 from .._torch.ranks import functional
 from ..plan.calls import declare_product
-from ..plan.ranks import Ranks
+from ..plan.ranks import Ranks, those_that_fit
 from ..plan.units import find_units
 
 WIDTHS = (
@@ -51,7 +51,9 @@ _collectives = functional()
 _Moves = Callable[[torch.Tensor, int], torch.Tensor]  # from a tensor and the size of the group
 
 
-def rank_model(model: nn.Module, word: str, size: int, sequence: bool) -> tuple[nn.Module, list[str]]:
+def rank_model(
+    model: nn.Module, word: str, size: int, sequence: bool, experts: int | None = None
+) -> tuple[nn.Module, list[str]]:
     """The model of a rank of a tensor-parallel group, with its collectives, and the paths of its layers.
 
     Args:
@@ -59,6 +61,7 @@ def rank_model(model: nn.Module, word: str, size: int, sequence: bool) -> tuple[
         word: Its name, as the user wrote it.
         size: The number of ranks in the group.
         sequence: Whether norms and residuals hold a share of the tokens.
+        experts: The number of ranks that share each expert; None for those of the group.
 
     Raises:
         ArgumentError: The model is of no kind that can be sliced, or its sizes cannot be divided so.
@@ -74,8 +77,24 @@ def rank_model(model: nn.Module, word: str, size: int, sequence: bool) -> tuple[
             "slice of it cannot be built. Use it without --tp, or a model of transformers with head_dim, such as "
             "those of Llama's kind."
         )
+    part, etp, taken = _slice(build, model, size, word), experts or size, dict[str, nn.Module]()
+    if etp != size:
+        wide = _slice(build, model, etp, word)
+        taken = {unit.path: wide.get_submodule(unit.path) for unit in find_units(wide).by_role("experts")}
+        for path, module in taken.items():
+            parent, _, name = path.rpartition(".")
+            setattr(part.get_submodule(parent), name, module)
+    layers = [unit.path for unit in find_units(part).layers]
+    slices = divided(model, part, size, word, without=[*taken])
+    add_collectives(part, layers, slices, size, sequence, taken, etp)
+    return part, layers
+
+
+def _slice(build: Callable[[Any], nn.Module], model: nn.Module, size: int, word: str) -> nn.Module:
+    """A rank's slice of a model, built from a smaller configuration."""
+    whole: Any = model.config
     config = copy.deepcopy(whole)
-    config.head_dim = whole.head_dim or whole.hidden_size // heads
+    config.head_dim = whole.head_dim or whole.hidden_size // whole.num_attention_heads
     for name in WIDTHS:
         if (width := getattr(whole, name, None)) is not None:
             check_divides(word, name, width, size)
@@ -85,9 +104,7 @@ def rank_model(model: nn.Module, word: str, size: int, sequence: bool) -> tuple[
         part = build(config)
     for module, alike in zip(part.modules(), model.modules(), strict=True):
         module.__class__ = type(alike)  # which may have another forward (`simulation/fused.py`)
-    layers = [unit.path for unit in find_units(part).layers]
-    add_collectives(part, layers, divided(model, part, size, word), size, sequence)
-    return part, layers
+    return part
 
 
 def of_one_rank(model: nn.Module, ranks: Ranks) -> nn.Module:
@@ -108,20 +125,24 @@ def of_one_rank(model: nn.Module, ranks: Ranks) -> nn.Module:
             "  Write Ranks(..., zero=0) for ranks that share nothing, or zero=3 for those of FSDP2. With Megatron's "
             "optimizer it is torch-recompute plan --dp."
         )
-    return rank_model(model, type(model).__name__, ranks.tp, ranks.sequence_parallel)[0] if ranks.tp > 1 else model
+    if ranks.tp == 1:
+        return model
+    return rank_model(model, type(model).__name__, ranks.tp, ranks.sequence_parallel, ranks.expert_tp)[0]
 
 
 def check_divides(model: str, name: str, value: int, ranks: int) -> None:
     """Refuses a size that the ranks of a group cannot share."""
     if value % ranks:
         raise errors.ArgumentError(
-            f"--tp is {ranks}, and {name} of {model} is {value}, which {ranks} ranks cannot share. Write a divisor of "
-            "it."
+            f"--tp is {ranks}, and {name} of {model} is {value}, which {ranks} ranks cannot share. Write --tp "
+            f"{those_that_fit(range(1, value + 1), value)}."
         )
 
 
-def divided(whole: nn.Module, part: nn.Module, size: int, word: str) -> set[str]:
+def divided(whole: nn.Module, part: nn.Module, size: int, word: str, without: Sequence[str] = ()) -> set[str]:
     """The names of the parameters of which a rank holds a slice, given the whole model and that of one rank.
+
+    What is `without` is not looked at: modules that other ranks share.
 
     Raises:
         ArgumentError: A weight is divided in a way that no layout has, or none is.
@@ -130,6 +151,8 @@ def divided(whole: nn.Module, part: nn.Module, size: int, word: str) -> set[str]
     found: set[str] = set()
     wrong = ""
     for name, parameter in part.named_parameters():
+        if any(name.startswith(f"{path}.") for path in without):
+            continue
         shorter = [(a, b) for a, b in zip(before[name], parameter.shape, strict=True) if a != b]
         if len(shorter) > 1 or any(-(-a // size) != b for a, b in shorter):
             wrong = wrong or name
@@ -144,22 +167,36 @@ def divided(whole: nn.Module, part: nn.Module, size: int, word: str) -> set[str]
     return found
 
 
-def add_collectives(model: nn.Module, layers: list[str], slices: set[str], size: int, sequence: bool) -> None:
-    """Puts the collectives into a rank's model, which holds a slice of the parameters that `slices` names."""
+def add_collectives(
+    model: nn.Module,
+    layers: list[str],
+    slices: set[str],
+    size: int,
+    sequence: bool,
+    experts: Collection[str] = (),
+    etp: int = 1,
+) -> None:
+    """Puts the collectives into a rank's model, which holds a slice of the parameters that `slices` names.
+
+    The modules of `experts`, if there are any, are shared by `etp` ranks of the group.
+    """
     leave = _scatter if sequence else _leave
     for path in layers:
         for child, module in model.get_submodule(path).named_children():
-            below = f"{path}.{child}."
-            held = [model.get_submodule(name.rpartition(".")[0]) for name in slices if name.startswith(below)]
-            if not held:
-                continue
-            deferred = sequence and all(isinstance(owner, nn.Linear) for owner in held)
-            if deferred:
-                linears = [linear for linear in module.modules() if isinstance(linear, nn.Linear)]
-                for number, linear in enumerate(linears):
-                    _put(linear, _column, size, number == 0)
-            enter = (_defer if deferred else _gather) if sequence else _enter
-            _put(module, _part, size, enter, leave)
+            below = f"{path}.{child}"
+            if any(expert.startswith(f"{below}.") for expert in experts):
+                dense = [name for name, _ in module.named_children() if _held(model, f"{below}.{name}", slices)]
+                if etp > 1 and dense:
+                    raise errors.ArgumentError(
+                        f"--etp is {etp}, and {below} has parts that all {size} ranks of --tp share ({dense[0]}) "
+                        f"beside its experts, which would take other tokens. Write --etp 1, or --etp {size}."
+                    )
+                if etp > 1:
+                    _put(module, _part, etp, _gather, _scatter)
+                for name in dense:
+                    _split(model, f"{below}.{name}", slices, size, sequence)
+            elif _held(model, below, slices):
+                _split(model, below, slices, size, sequence)
     for name in sorted(slices):
         if not any(name.startswith(path + ".") for path in layers):
             module = model.get_submodule(name.rpartition(".")[0])
@@ -167,6 +204,23 @@ def add_collectives(model: nn.Module, layers: list[str], slices: set[str], size:
                 _put(module, _part, size, None, leave)
             elif isinstance(module, nn.Linear):
                 _put(module, _head, size, sequence)
+
+
+def _held(model: nn.Module, path: str, slices: Collection[str]) -> list[nn.Module]:
+    """The modules at and below a path that hold slices."""
+    return [model.get_submodule(name.rpartition(".")[0]) for name in slices if name.startswith(f"{path}.")]
+
+
+def _split(model: nn.Module, path: str, slices: Collection[str], size: int, sequence: bool) -> None:
+    """Puts the collectives of a part of a layer, of which each rank holds slices."""
+    module = model.get_submodule(path)
+    deferred = sequence and all(isinstance(owner, nn.Linear) for owner in _held(model, path, slices))
+    if deferred:
+        linears = [linear for linear in module.modules() if isinstance(linear, nn.Linear)]
+        for number, linear in enumerate(linears):
+            _put(linear, _column, size, number == 0)
+    enter = (_defer if deferred else _gather) if sequence else _enter
+    _put(module, _part, size, enter, _scatter if sequence else _leave)
 
 
 def _put(module: nn.Module, forward: Callable[..., Any], *how: Any) -> None:

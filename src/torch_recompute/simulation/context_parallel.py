@@ -8,13 +8,13 @@ and values. The model is called with a share of the tokens; its calls of
                  the share; backward gathers again, and its gradients of all keys and values are reduce-scattered
     ulysses      tokens are exchanged for heads before attention and back after it, by all-to-all, as DeepSpeed does;
                  autograd keeps as much as without
+    ring         blocks of keys and values go round (`ring.py`)
 
 A gather is deferred as in `planner/tensor_parallel.py`: the kernel is given tensors of the shape of all tokens over the
 memory of this rank's own, which is what autograd keeps, and what has been gathered is alive while the kernel runs.
 
 Rejected: PyTorch's own `context_parallel` on fake tensors, which needs a process group and patches torch for the whole
-process. Ring attention that passes blocks on (Megatron's p2p) holds two blocks in the place of all; it is not
-planned.
+process.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from .. import errors
 from .._torch.ranks import functional
 from ..plan.ranks import Ranks, size_of, those_that_fit
 from ..plan.units import find_units
+from .ring import over_ring
 
 _collectives = functional()
 
@@ -70,13 +71,15 @@ class _SharedAttention(TorchFunctionMode):
 
     def __init__(self, group: str, kind: str) -> None:
         super().__init__()
-        self._group, self._attention = group, _ulysses if kind == "ulysses" else _over_gathered
+        ring = partial(over_ring, f"{group.rpartition('-')[0]}-0", size_of(group))  # each sends all of a block
+        ways = {"ulysses": partial(_ulysses, group), "all-gather": partial(_over_gathered, group), "ring": ring}
+        self._attention = ways[kind]
 
     def __torch_function__(
         self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is F.scaled_dot_product_attention:
-            return self._attention(self._group, *args, **(kwargs or {}))
+            return self._attention(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 

@@ -34,6 +34,21 @@ def expert_paths(model: nn.Module) -> list[str]:
     return [unit.path for unit in find_units(model).by_role("experts")]
 
 
+def shared_experts(model: nn.Module, ranks: Ranks) -> list[str]:
+    """Returns the paths of the experts that ranks share otherwise than layers.
+
+    Raises:
+        ArgumentError: There are none.
+    """
+    paths = expert_paths(model)
+    if not paths:
+        said = f"--ep is {ranks.ep}" if ranks.ep > 1 else f"--etp is {ranks.etp}"
+        raise errors.ArgumentError(
+            f"{said}, and {type(model).__name__} has no experts: it is no mixture. Leave {said[:5].strip()} out."
+        )
+    return paths
+
+
 def share_experts(model: nn.Module, ranks: Ranks) -> None:
     """Makes a fake model's mixtures those of one rank of an expert-parallel group, in place.
 
@@ -45,13 +60,9 @@ def share_experts(model: nn.Module, ranks: Ranks) -> None:
         ArgumentError: The model has no experts, or not as weights that are stacked by expert, or the ranks cannot share
             them evenly.
     """
-    if ranks.ep == 1:
+    if not ranks.shares_experts:
         return
-    paths = expert_paths(model)
-    if not paths:
-        raise errors.ArgumentError(
-            f"--ep is {ranks.ep}, and {type(model).__name__} has no experts: it is no mixture. Leave --ep out."
-        )
+    paths = shared_experts(model, ranks)
     group = ranks.group("experts", ranks.ep)
     for path in paths:
         module = model.get_submodule(path)
@@ -74,6 +85,8 @@ def share_experts(model: nn.Module, ranks: Ranks) -> None:
             setattr(module, name, share)
         if hasattr(module, "num_experts"):
             module.__dict__["num_experts"] = count // ranks.ep
+        if ranks.ep == 1:
+            continue
         forward = partial(_dispatched, module.forward, group, ranks.imbalance, count // ranks.ep)
         module.__dict__["forward"] = forward
 

@@ -12,9 +12,9 @@ model does what `torch.distributed.fsdp.fully_shard` does, in its order, with co
     after it           weights are freed; gradients are copied into one buffer in the reduction's type, which stays
                        until the next unit reduces, and this rank's share becomes the gradient of its shards
 
-In a pipeline (`stages_of`) torch's runtime has each stage as a root of its own. What a backward has gathered stays until
-after the next forward, or with `zero` 2 to the end of the step; gradients of microbatches are added up whole, in the
-reduction's type, and are reduced once.
+In a pipeline (`stages_of`) torch's runtime has each stage as a root of its own. What a backward has gathered stays
+until after the next forward, or with `zero` 2 to the end of the step; gradients of microbatches are added up whole, in
+the reduction's type, and are reduced once.
 
 A unit is a layer, and what is left is the root's, as PyTorch's tutorial wraps a model; the experts of a layer that an
 expert-parallel group shares are a unit of their own, over the ranks that have the same ones. The root's weights are
@@ -282,7 +282,7 @@ class _Unit:
             grad = None if weight.whole is None else weight.whole.grad
             if grad is None or dtype in (None, grad.dtype):
                 continue
-            weight.whole.grad = None
+            cast("nn.Parameter", weight.whole).grad = None
             if weight.added is None:
                 weight.added = grad.to(dtype)
             else:
@@ -362,11 +362,11 @@ class _Fsdp:
         self.reducing: torch.Tensor | None = None  # the buffer of the last unit that was reduced
         self._ends = False
         self.units: list[_Unit] = []
-        experts = expert_paths(model) if ranks.ep > 1 else []
+        experts = expert_paths(model) if ranks.shares_experts else []
         paths = [*experts, *(unit.path for unit in find_units(model).layers), ""]
         taken: set[int] = set()
         for path in paths:
-            module, count = model.get_submodule(path), ranks.shards // (ranks.ep if path in experts else 1)
+            module, count = model.get_submodule(path), ranks.expert_shards if path in experts else ranks.shards
             weights = self._weights(module, taken, count)
             self.units.append(_Unit(self, module, weights, count, stays=not path or ranks.keeps_gathered))
 
@@ -443,7 +443,9 @@ class ShardedStages(_Fsdp):
         parts = {id(part) for layer in layers for part in layer.modules()}
         for unit in self.units:
             unit.active = unit is self.root or id(unit.module) in parts
-        others = (weight for number, weight in enumerate(self.root.all_weights) if own is not None and number not in own)
+        others = (
+            weight for number, weight in enumerate(self.root.all_weights) if own is not None and number not in own
+        )
         self._elsewhere = frozenset(map(id, others))
 
     def _running(self) -> Iterator[_Weight]:

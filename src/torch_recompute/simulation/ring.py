@@ -1,0 +1,210 @@
+"""Ring attention on one rank of a context-parallel group: keys and values go round, one block at a time.
+
+Each rank has the queries of its own tokens. A block of keys and values is passed on to the next rank while attention to
+it runs, so at any time there are the block that is computed with, a copy of it that is on its way, and the one that
+arrives; the parts of attention are merged by their log-sum-exp, in 32 bits. Autograd keeps a rank's own queries, keys
+and values, the merged result and its log-sum-exp. In backward the blocks go round again, and their gradients follow
+them, in 32 bits, one rank behind. It is PyTorch's `context_parallel` with `set_rotate_method("alltoall")`, and, for
+causal attention, with its load balance: each rank has an early and a late part of the tokens, so the block of another
+rank is met by all queries and half of its keys. The rank that is simulated is the last, of which all blocks are so.
+
+The kernel is the one that `scaled_dot_product_attention` takes; it is seen when it is called, and the kernel of its
+backward is called with what the ring has merged.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .. import errors
+from .._torch.ranks import functional
+
+_collectives = functional()
+_SAME = {"out": "output", "logsumexp": "log_sumexp", "philox_seed": "rng_state", "philox_offset": "unused"}
+
+
+def over_ring(
+    group: str, size: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """Attention of a rank's queries to the tokens of all ranks.
+
+    Raises:
+        ArgumentError: It has a mask, or no kernel that gives its log-sum-exp takes it.
+    """
+    kwargs |= dict(zip(("attn_mask", "dropout_p", "is_causal"), args, strict=False))
+    if kwargs.pop("attn_mask", None) is not None:
+        raise errors.ArgumentError(
+            "--cp-kind ring: attention is given a mask, and blocks of keys that go round have none of their own. Write "
+            "--cp-kind all-gather, or leave the mask out (is_causal=True)."
+        )
+    return cast("torch.Tensor", _Ring.apply(group, size, kwargs, q, k, v))
+
+
+class _Kernel(NamedTuple):
+    """One call of a kernel: its arguments and results by name."""
+
+    func: Any
+    given: dict[str, Any]
+
+    @property
+    def out(self) -> torch.Tensor:
+        return self.given["output"]
+
+    @property
+    def sums(self) -> torch.Tensor:
+        """The log-sum-exp of each query, as wide as the result has dimensions."""
+        sums = self.given["logsumexp"] if "logsumexp" in self.given else self.given["log_sumexp"]
+        return sums if sums.dim() == self.out.dim() else sums.unsqueeze(-1)
+
+    def gradients(self, grad: torch.Tensor, **merged: Any) -> list[torch.Tensor]:
+        """Calls the kernel of the backward, with a merged result."""
+        back = getattr(torch.ops.aten, f"{self.func._schema.name.partition('::')[2]}_backward").default
+        known = {**self.given, **merged, "grad_out": grad, "grad_out_": grad, "grad_input_mask": [True] * 3 + [False]}
+        values: dict[str, Any] = {}
+        for argument in back._schema.arguments:
+            name = argument.name if argument.name in known else _SAME.get(argument.name, argument.name)
+            if name in known:
+                values[argument.name] = known[name]
+        if "attn_bias" in values and values["attn_bias"] is None:
+            values["attn_bias"] = grad.new_empty(0)
+        return list(back(**values))[:3]
+
+
+class _Seeing(TorchDispatchMode):
+    """Sees the kernel that attention takes."""
+
+    seen: _Kernel | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        schema = func._schema
+        if "scaled_dot_product" in schema.name and isinstance(result, tuple):
+            given = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+            given |= {a.name: value for a, value in zip(schema.arguments, args, strict=False)} | (kwargs or {})
+            self.seen = _Kernel(func, given | {r.name: x for r, x in zip(schema.returns, result, strict=True)})
+        return result
+
+
+def _nothing(_: Any) -> Any:
+    return None
+
+
+def _block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: dict[str, Any]) -> _Kernel:
+    """Attention to one block, of which autograd keeps nothing."""
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))  # so that the kernel gives its log-sum-exp
+    with (
+        torch.enable_grad(),
+        _Seeing() as seeing,
+        torch.autograd.graph.saved_tensors_hooks(_nothing, _nothing),
+    ):
+        F.scaled_dot_product_attention(q, k, v, **how)
+    if seeing.seen is None or "output" not in seeing.seen.given:
+        raise errors.ArgumentError(
+            "--cp-kind ring: no kernel that gives the log-sum-exp takes this attention, and parts of attention are "
+            "merged by it. Write --cp-kind all-gather."
+        )
+    return seeing.seen
+
+
+def _passed_on(x: torch.Tensor, group: str) -> torch.Tensor:
+    """What arrives from the rank before, for what is sent to the next one."""
+    return _collectives.all_to_all_single(x, [x.shape[0]], [x.shape[0]], group)
+
+
+def _half(x: torch.Tensor, causal: bool) -> torch.Tensor:
+    return x.chunk(2, 2)[0] if causal else x
+
+
+def _split(buffer: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+    return [part.view(x.shape) for part, x in zip(buffer.split([k.numel(), v.numel()]), (k, v), strict=True)]
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, group: str, size: int, how: dict[str, Any], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        causal = bool(how.get("is_causal"))
+        key, value = own = k.contiguous(), v.contiguous()
+        out = sums = sent = got = None
+        kernel = width = cast("Any", None)
+        for step in range(size):
+            if step:
+                key, value = _split(cast("torch.Tensor", got), *own)
+            sent = got = None
+            if step < size - 1:
+                sent = torch.cat([key.flatten(), value.flatten()])
+                got = _passed_on(sent, group)
+            if step == 0:
+                kernel = _block(q, key, value, how)
+                out, sums = kernel.out.float(), kernel.sums.float()
+                width = kernel.out.dtype, kernel.sums.dtype, kernel.given
+                continue
+            part = _block(q, _half(key, causal), _half(value, causal), {**how, "is_causal": False})
+            out, sums = _merged(cast("Any", out), cast("Any", sums), part.out.float(), part.sums.float())
+            del part
+        del sent, got, key, value
+        dtype, of_sums, given = width
+        out, sums = cast("torch.Tensor", out).to(dtype), cast("torch.Tensor", sums).to(of_sums)
+        ctx.how, ctx.func = (group, size, causal), kernel.func
+        ctx.given = {n: x for n, x in given.items() if not isinstance(x, torch.Tensor)}
+        ctx.small = [n for n, x in given.items() if isinstance(x, torch.Tensor) and x.numel() < 8 and n != "output"]
+        ctx.save_for_backward(q, *own, out, sums, *(given[n] for n in ctx.small))
+        return out[..., : v.shape[-1]]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        q, k, v, out, sums, *small = ctx.saved_tensors
+        group, size, causal = ctx.how
+        grad = F.pad(grads[0], (0, out.shape[-1] - grads[0].shape[-1])) if out.shape != grads[0].shape else grads[0]
+        of_q, of_k, of_v = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
+        given = {**ctx.given, **dict(zip(ctx.small, small, strict=True))}
+        flat = sums.squeeze(-1) if sums.shape[-1] == 1 else sums
+        key, value, sent, got, on_its_way, followed = k, v, None, None, None, None
+        for step in range(size):
+            if step:
+                key, value = _split(cast("torch.Tensor", got), k, v)
+            sent = got = None
+            if step < size - 1:
+                sent = torch.cat([key.flatten(), value.flatten()])
+                got = _passed_on(sent, group)
+            halves = [_half(x, causal and step > 0) for x in (key, value)]
+            seen = {"is_causal": causal and step == 0, "query": q, "key": halves[0], "value": halves[1], "output": out}
+            parts = _Kernel(ctx.func, given).gradients(grad, **seen, logsumexp=flat, log_sumexp=flat)
+            if step:
+                of_k, of_v = _split(cast("torch.Tensor", followed), k, v)
+            on_its_way = followed = None
+            of_k, of_v = (
+                _added(x, _grouped(y, x), causal and step > 0) for x, y in ((of_k, parts[1]), (of_v, parts[2]))
+            )
+            on_its_way = torch.cat([of_k.flatten(), of_v.flatten()])
+            followed = _passed_on(on_its_way, group)
+            of_q += parts[0][..., : q.shape[-1]]
+            del parts, halves, seen
+        del sent, got, on_its_way, key, value
+        of_k, of_v = _split(cast("torch.Tensor", followed).to(k.dtype), k, v)
+        return None, None, None, of_q.to(q.dtype), of_k, of_v
+
+
+def _merged(out: torch.Tensor, sums: torch.Tensor, part: torch.Tensor, of_part: torch.Tensor) -> Any:
+    """Two parts of attention as one, by their log-sum-exp."""
+    out = out - F.sigmoid(of_part - sums) * (out - part)
+    return out, sums - F.logsigmoid(sums - of_part)
+
+
+def _grouped(grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The gradient of keys that several heads of queries share, without padding."""
+    grad = grad[..., : like.shape[-1]]
+    return grad if grad.shape[1] == like.shape[1] else grad.unflatten(1, (like.shape[1], -1)).sum(2)
+
+
+def _added(x: torch.Tensor, grad: torch.Tensor, half: bool) -> torch.Tensor:
+    """A block's gradient with one more part of it, or of its first half."""
+    if not half:
+        return x.add_(grad)
+    first, second = x.chunk(2, 2)
+    return torch.cat([first + grad, second], 2)
