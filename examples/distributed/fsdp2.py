@@ -1,13 +1,16 @@
 """Fully sharded training with and without regions.
 
-    torchrun --standalone --nproc-per-node 2 examples/distributed/fsdp2.py
+    torchrun --standalone --nproc-per-node 2 examples/distributed/fsdp2.py fsdp2.svg
 
 A small transformer whose parameters are spread over the ranks is trained once as it is and once with every block
 recomputed: first the plan, then `fully_shard`. Prints the loss of each step, which is the same to the last digit, and
-the peak of memory. Runs on CPU (gloo) and, where there are as many GPUs as ranks, on GPUs (NCCL).
+the peak of memory; if it is given a path, draws the bytes of the last step there. Runs on CPU (gloo) and, where there
+are as many GPUs as ranks, on GPUs (NCCL).
 """
 
 import os
+import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,6 +18,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from torch_recompute import Choice, Plan, apply, measure
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from picture import Run, svg
 
 WIDTH, HEADS, DEPTH, TOKENS, BATCH, STEPS = 128, 4, 4, 64, 4, 6
 
@@ -52,6 +59,7 @@ def train(recomputed, device):
     losses = []
     with measure(model, optimizer) as memory:
         for _ in range(STEPS):
+            first = len(memory.timeline)
             start = torch.randint(256, (BATCH, 1), device=device)
             tokens = (start + torch.arange(TOKENS + 1, device=device)) % 256  # bytes that count upwards
             logits = model(tokens[:, :-1])
@@ -61,7 +69,7 @@ def train(recomputed, device):
             optimizer.zero_grad()
             dist.all_reduce(mean := loss.detach() / dist.get_world_size())
             losses.append(mean.item())
-    return losses, memory.peak_bytes
+    return Run(losses, memory.peak_bytes, [sample.live_bytes for sample in memory.timeline[first:]])
 
 
 def main():
@@ -71,10 +79,15 @@ def main():
     if gpus:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if gpus else "gloo")
-    for name, recomputed in (("plain", False), ("regions", True)):
-        losses, peak = train(recomputed, device)
-        if dist.get_rank() == 0:
-            print(f"{name:8} loss {' '.join(f'{loss:.4f}' for loss in losses)}   peak {peak / 2**20:.1f} MiB per rank")
+    runs = {name: train(recomputed, device) for name, recomputed in (("plain", False), ("regions", True))}
+    if dist.get_rank() == 0:
+        for name, run in runs.items():
+            losses = " ".join(f"{loss:.4f}" for loss in run.losses)
+            print(f"{name:8} loss {losses}   peak {run.peak / 2**20:.1f} MiB per rank")
+        if sys.argv[1:]:
+            title = "FSDP2, one of two ranks: every block recomputed"
+            curves = {"without recomputation": runs["plain"], "with recomputation": runs["regions"]}
+            Path(sys.argv[1]).write_text(svg(title, curves), encoding="utf-8")
     dist.destroy_process_group()
 
 

@@ -1,12 +1,15 @@
 """A pipeline with and without regions: two ranks, two chunks of layers on each, backward in two halves.
 
-    torchrun --standalone --nproc-per-node 2 examples/distributed/pipeline.py
+    torchrun --standalone --nproc-per-node 2 examples/distributed/pipeline.py pipeline.svg
 
 The chunks are trained once as they are and once with every layer recomputed; the rank of the last stage prints the loss
-of each step and its own peak of memory. The losses are the same to the last digit. Runs on CPU (gloo).
+of each step and its own peak of memory, and if it is given a path, draws the bytes of the last step there. The losses
+are the same to the last digit. Runs on CPU (gloo).
 """
 
 import datetime
+import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,6 +18,10 @@ from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroB
 
 from torch_recompute import RecomputeConfig, apply, measure
 from torch_recompute.distributed import agree_on
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from picture import Run, svg
 
 WIDTH, LAYERS, CHUNKS, MICROBATCHES, ROWS, STEPS = 64, 8, 2, 4, 512, 5
 
@@ -67,13 +74,13 @@ def train(config, alone):
     curve = []
     with measure(chunks, optimizer) as memory:
         for _ in range(STEPS):
-            losses = []
+            losses, begun = [], len(memory.timeline)
             first, last = 0 in numbers, count - 1 in numbers
             pipeline.step(*([x] if first else []), **({"target": target, "losses": losses} if last else {}))
             optimizer.step()
             optimizer.zero_grad()
             curve.append(sum(loss.item() for loss in losses) / MICROBATCHES)
-    return last, curve, memory.peak_bytes
+    return last, Run(curve, memory.peak_bytes, [sample.live_bytes for sample in memory.timeline[begun:]])
 
 
 def main():
@@ -81,10 +88,17 @@ def main():
     # The ranks that hold the same layers: without data parallelism, each by itself.
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     every = RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    runs = {}
     for name, config in (("plain", RecomputeConfig()), ("regions", every)):
-        last, losses, peak = train(config, alone)
-        if last:
-            print(f"{name:8} loss {' '.join(f'{loss:.4f}' for loss in losses)}   peak {peak / 2**20:.1f} MiB per rank")
+        last, runs[name] = train(config, alone)
+    if last:
+        for name, run in runs.items():
+            losses = " ".join(f"{loss:.4f}" for loss in run.losses)
+            print(f"{name:8} loss {losses}   peak {run.peak / 2**20:.1f} MiB per rank")
+        if sys.argv[1:]:
+            title = f"A pipeline, the rank of the last stage: {MICROBATCHES} microbatches, every layer recomputed"
+            curves = {"without recomputation": runs["plain"], "with recomputation": runs["regions"]}
+            Path(sys.argv[1]).write_text(svg(title, curves), encoding="utf-8")
     dist.destroy_process_group()
 
 

@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from xml.etree import ElementTree
 
 import pytest
 import torch.distributed as dist
@@ -49,14 +50,15 @@ def by_torchrun(path: Path) -> str:
     return run.stdout
 
 
-def as_torchrun_would(path: str, port: int) -> tuple[str, str]:
-    """What the example prints and warns of on this rank."""
+def as_torchrun_would(path: str, picture: str, port: int) -> tuple[str, str]:
+    """What the example prints and warns of on this rank, which may draw a picture."""
     rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
     dist.destroy_process_group()
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with (
         mock.patch.dict(os.environ, variables),
+        mock.patch.object(sys, "argv", [path, picture]),
         contextlib.redirect_stdout(io.StringIO()) as out,
         contextlib.redirect_stderr(io.StringIO()) as err,
     ):
@@ -64,31 +66,37 @@ def as_torchrun_would(path: str, port: int) -> tuple[str, str]:
     return out.getvalue(), err.getvalue()
 
 
-def on_ranks(ranks: Any, path: Path) -> str:
-    """What the example prints, on whichever rank."""
-    assert own_line(path) == ["torchrun", "--standalone", "--nproc-per-node", "2", str(path.relative_to(ROOT))]
-    printed = ranks.run(as_torchrun_would, str(path), free_port())
+def on_ranks(ranks: Any, path: Path, folder: Path) -> str:
+    """What the example prints, on whichever rank; its picture, if it draws one, is in the folder."""
+    line = ["torchrun", "--standalone", "--nproc-per-node", "2", str(path.relative_to(ROOT))]
+    picture = f"{path.stem}.svg"
+    assert own_line(path) in (line, [*line, picture])
+    printed = ranks.run(as_torchrun_would, str(path), str(folder / picture), free_port())
     assert not any("Warning" in err for _, err in printed)
     return "".join(out for out, _ in printed)
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp2", "pipeline"])
-def test_regions_train_the_same_in_less_memory(ranks: Any, name: str) -> None:
-    """The example prints the same falling losses with and without regions, and a lower peak with them."""
+def test_regions_train_the_same_in_less_memory(ranks: Any, name: str, tmp_path: Path) -> None:
+    """The example prints the same falling losses with and without regions, a lower peak with them, and draws both."""
     path = FOLDER / f"{name}.py"
-    printed = by_torchrun(path) if name == "ddp" else on_ranks(ranks, path)
+    printed = by_torchrun(path) if name == "ddp" else on_ranks(ranks, path, tmp_path)
     rows = {row: (losses.split(), float(peak)) for row, losses, peak in ROW.findall(printed)}
     (plain, plain_peak), (losses, peak) = rows["plain"], rows["regions"]
     assert losses == plain
     assert float(losses[-1]) < 0.8 * float(losses[0])
     assert peak < 0.8 * plain_peak
+    if name != "ddp":
+        drawn = "".join(ElementTree.parse(tmp_path / f"{name}.svg").getroot().itertext())
+        assert f"without recomputation: {plain_peak} MiB" in drawn
+        assert f"with recomputation: {peak} MiB" in drawn
 
 
-def test_tensor_parallel(ranks: Any) -> None:
+def test_tensor_parallel(ranks: Any, tmp_path: Path) -> None:
     """The example prints equal losses for each kind of parallelism, less memory with regions, and what is repeated."""
     rows = {
         (how, what.split(", ")[-1]): (loss, int(kept), int(again))
-        for how, what, loss, kept, again in KEPT.findall(on_ranks(ranks, FOLDER / "tensor_parallel.py"))
+        for how, what, loss, kept, again in KEPT.findall(on_ranks(ranks, FOLDER / "tensor_parallel.py", tmp_path))
     }
     assert len(rows) == 8
     for how in ("tensor", "sequence"):
