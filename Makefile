@@ -25,7 +25,7 @@ unexport PYTHONPATH
 # Tests start dozens of processes; what the first has compiled of torch and of ours serves the others.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test quick test-gpu browser lint types wheel check-archives bench bench-discard bench-frontier docs pages first-minutes clean
+.PHONY: help demo test matrix quick test-gpu browser lint types wheel check-archives bench bench-discard bench-frontier docs pages first-minutes clean
 .DELETE_ON_ERROR:
 # Steps share one .venv.
 .NOTPARALLEL:
@@ -39,6 +39,9 @@ demo: $(VENV)/.stamp-installed  ## train a small GPT with and without recomputat
 
 test: lint types $(VENV)/.stamp-installed browser  ## lint, type check, and the tests against the installed wheel
 	OMP_NUM_THREADS=1 TORCH_RECOMPUTE_TEST_INSTALLED=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --timeout 300 -r s $(PYTEST_ARGS)
+
+matrix: $(VENV)/.stamp-base  ## the tests under torch 2.11 to the newest, each in an environment of its own: ARGS="2.11.0 --save"
+	$(BIN)/python tools/matrix.py --jobs $(JOBS) $(ARGS)
 
 # On the sources, with no build between. Types are checked for what differs from the last commit.
 quick: $(VENV)/.stamp-dev  ## in under a minute: lint, types of changed files, and the laws of a region
@@ -100,8 +103,9 @@ $(VENV)/.stamp-venv:
 	$(PYTHON) -m venv $(VENV)
 	touch $@
 
+# Releases of torch ask for different ranges of setuptools.
 $(VENV)/constraints.txt: constraints.txt | $(VENV)/.stamp-venv
-	sed 's/^torch==.*/torch==$(TORCH)/' $< > $@
+	sed 's/^torch==.*/torch==$(TORCH)/; /^setuptools==/d' $< > $@
 
 # `torch` is asked for by that one name and the constraint, so that pip may choose the build that suits the machine.
 $(VENV)/.stamp-base: $(PINS) $(VENV)/.stamp-venv

@@ -9,6 +9,7 @@ from typing import Any
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 GIB, MIB = 2**30, 2**20
+OUTCOMES = "passed", "failed", "skipped"
 # What the ways of `what_it_saves.py` are called here.
 WAYS = {
     "checkpoint every layer": "every_layer",
@@ -166,6 +167,15 @@ def _title(point: dict[str, Any]) -> str:
 
 
 # The name in a page's marker -> what is below it.
+def matrix() -> str:
+    """Releases of torch: what ran, and how it ended."""
+    rows = [
+        (row["torch"], row["python"], ", ".join(row["tests"]), *(f"{row[what]:,}" for what in OUTCOMES), row["date"])
+        for row in json.loads((RESULTS / "matrix.json").read_text(encoding="utf-8"))
+    ]
+    return _table(("torch", "Python", "tests", *OUTCOMES, "on"), rows)
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "saves": saves,
     "replays": replays,
@@ -175,4 +185,5 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "frontier_goals": frontier_goals,
     "compiled": compiled,
     "doctor": doctor,
+    "matrix": matrix,
 }

@@ -126,6 +126,17 @@ def test_its_price_is_that_of_its_products() -> None:
     assert DEVICES["h100"](op) > 0
 
 
+def test_it_is_counted_where_pytorch_has_no_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before torch 2.13: forward and backward count as many FLOPs as PyTorch's own formulas say."""
+    seen: list[Any] = []
+    with logging(lambda op, _: seen.append(op)):
+        Net(False)(x()).backward()
+    monkeypatch.setattr("torch_recompute._torch.flops._formulas", dict)
+    counted = [flops(op.func, op.args, op.kwargs, None) for op in seen if "Flex" in type(op.func).__name__]
+    product = 2 * HEADS * TOKENS * TOKENS * HEAD
+    assert sorted(counted) == [2 * product] * (len(counted) // 2) + [5 * product] * (len(counted) // 2) != []
+
+
 class Raising(TorchDispatchMode):
     """Refuses to read values."""
 

@@ -18,13 +18,16 @@ from torch import nn
 
 import torch_recompute
 from torch_recompute import Choice, Plan, _torch, apply, recompute
-from torch_recompute._torch import modes
+from torch_recompute._torch import devices, modes
 
 FOLDER = os.path.dirname(torch_recompute.__file__)
 HOOKS = 71  # 24 tensors saved in forward, 23 until the replay ends, 24 read
-CALLS, KINDS = 97, 28
-SMALL = 39
-KEPT = 344  # of which 33 show a function to the mode that finds products and attention, and 2 hold what is stored
+DEVICES = 0 if devices.ACCELERATOR is None else 13  # a build of torch for a device, whose generators are asked for
+CALLS, KINDS = 97 + DEVICES, 28 + DEVICES
+SMALL = 39 + DEVICES
+KEPT = (
+    344 + DEVICES
+)  # of which 33 show a function to the mode that finds products and attention, and 2 hold what is stored
 SEEN = _torch.version_of_dict is getattr(torch._C._dynamo.guards, "dict_version", None)
 READ = 0 if SEEN else 10  # where torch does not see attributes that are set, as on Python 3.13, modules are read
 

@@ -65,7 +65,7 @@ def debug_mode() -> Any:
 
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "FlopCounterMode": lambda: FlopCounterMode(display=False),
-    "torch.profiler": lambda: torch.profiler.profile(record_shapes=True, profile_memory=True),
+    "torch.profiler": lambda: torch.profiler.profile(record_shapes=True, profile_memory=True, acc_events=True),
     "DebugMode": debug_mode,
     "a dispatch mode": Dispatches,
     "a function mode": BaseTorchFunctionMode,
@@ -181,7 +181,7 @@ def test_keeping_collectives_hides_nothing_from_modes_around(sequence: bool) -> 
 
     def flops(keep: tuple[str, ...]) -> tuple[int, int]:
         plan = Plan(tuple(Choice((str(i),), keep) for i in range(2)))
-        with torch.profiler.profile() as profile:
+        with torch.profiler.profile(acc_events=True) as profile:
             counter = parallel(plan, FlopCounterMode(display=False), sequence)
         names = [event.name for event in profile.events() or ()]
         return counter.get_total_flops(), sum(name.startswith("c10d::") for name in names)

@@ -421,12 +421,22 @@ PRECISION = """
         if os.waitpid(child, 0)[1]:
             sys.exit(1)
 
-    with b.flags(fp32_precision="tf32"):
-        y = recompute(lambda x: x.sin().exp())(torch.ones(2, requires_grad=True))
-    y.sum().backward()
-    for value in ("ieee", "tf32"):
-        b.fp32_precision = value
-        assert {n.fp32_precision for n in (b.cuda.matmul, b.cudnn.conv, b.cudnn.rnn, b.mkldnn.matmul)} == {value}
+    def inherited(around):
+        read, write = os.pipe()
+        if os.fork() == 0:
+            with b.flags(fp32_precision="tf32"):
+                y = around(lambda x: x.sin().exp())(torch.ones(2, requires_grad=True))
+            y.sum().backward()
+            for value in ("ieee", "tf32"):
+                b.fp32_precision = value
+                found = [n.fp32_precision for n in (b.cuda.matmul, b.cudnn.conv, b.cudnn.rnn, b.mkldnn.matmul)]
+                os.write(write, repr(found).encode())
+            os._exit(0)
+        os.wait()
+        os.close(write)
+        return os.read(read, 4096)
+
+    assert inherited(recompute) == inherited(lambda fn: fn) != b""
 """
 
 
@@ -640,7 +650,7 @@ def test_running_statistics_take_few_operations() -> None:
         counts.append(launches.count)
         results.append([*(p.grad.clone() for p in block.parameters()), *(b.clone() for b in block.buffers())])
         block.zero_grad()
-    assert counts[1] - counts[0] <= 5
+    assert counts[1] - counts[0] <= (5 if hasattr(torch, "_foreach_clone") else 24)  # before torch 2.12, one by one
     assert all(torch.equal(a, b) for a, b in zip(*results[1:], strict=True))
     assert results[0][-1] == 4  # torch's checkpoint updates them twice
     assert results[1][-1] == 2

@@ -46,3 +46,27 @@ def test_one_round(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     assert len(saved["figures"]) == 4
     assert saved["reached"] in (True, False)
     assert {"torch", "python", "machine"} <= set(saved)
+
+
+LISTED = """torch (2.15.0)
+Available versions: 2.15.0, 2.14.1, 2.14.0, 2.13.0+cpu, 2.13.0, 2.11.0, 2.10.0, 1.13.1
+  INSTALLED: 2.13.0+cpu
+"""
+REPORT = """<testsuites><testsuite name="pytest">
+<testcase classname="tests.a" name="passes"/>
+<testcase classname="tests.a" name="fails"><failure message="no"/></testcase>
+<testcase classname="tests.b" name="breaks"><error message="no"/></testcase>
+<testcase classname="tests.b" name="waits"><skipped message="no browser"/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_a_matrix_of_releases(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of each release that is supported the last patch is tried, and what is broken counts as failed."""
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import matrix
+
+    assert matrix.releases(LISTED) == ["2.11.0", "2.13.0", "2.14.1", "2.15.0"]
+    (tmp_path / "junit.xml").write_text(REPORT, encoding="utf-8")
+    row = matrix.counted(tmp_path / "junit.xml")
+    assert (row["passed"], row["failed"], row["skipped"]) == (1, 2, 1)
+    assert row["failures"] == ["tests.a::fails", "tests.b::breaks"]

@@ -39,6 +39,8 @@ _ATTENTION = {
     "torch_attn::_varlen_attn": _Attention(0, 1, 1, longest=6),
     "torch_attn::_varlen_attn_backward": _Attention(1, 3, 2, longest=9),
 }
+_FLEX = {"FlexAttentionHOP": _FORWARD, "FlexAttentionBackwardHOP": _Attention(0, 3, 2)}
+"""Has a formula of PyTorch's own from torch 2.13 on."""
 _ON_CPU = {
     f"{_SDPA}_flash_attention_for_cpu": _FORWARD,
     f"{_SDPA}_flash_attention_for_cpu_backward": _BACKWARD,
@@ -63,9 +65,11 @@ def flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) ->
     """
     packet = getattr(func, "overloadpacket", func)
     formula: Any = _formulas().get(packet)
-    if formula is None:
-        return 0
     way = _ATTENTION.get(getattr(packet, "_qualified_op_name", ""))
+    if formula is None:
+        way = _FLEX.get(type(packet).__name__)
+        if way is None:
+            return 0
     try:
         return _attention(way, args) if way is not None else int(formula(*args, **kwargs, out_val=out))
     except Exception:

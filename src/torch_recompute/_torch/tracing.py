@@ -29,7 +29,8 @@ import types
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -56,8 +57,12 @@ class _InChain:
         self._number = _InChain.latest
 
 
-class _Tags(NamedTuple):
-    """The parts of the contexts of one kind of call; pickled, as for a key of a cache, it is its name alone."""
+@dataclass(eq=False)
+class _Tags:
+    """The parts of the contexts of one kind of call; pickled, as for a key of a cache, it is its name alone.
+
+    Dynamo of torch 2.11 and 2.12 would take a tuple apart.
+    """
 
     name: Callable[[], str]
     begin: Callable[[], Saves]

@@ -13,7 +13,7 @@ import torch
 from .. import errors
 from ..engine.region_call import Options
 from ..region import call, recompute, trace
-from ..state import Ambient
+from ..state import DEFAULT, Ambient
 from ..stores import Store
 from ..values import name_of
 
@@ -56,7 +56,7 @@ def as_region(
         def region(*args: Any, **kwargs: Any) -> Any:
             return as_region(function, args, kwargs, inputs=inputs, state=state, rng=rng)
 
-        return trace(Options(name_of(function), inputs), function, args, kwargs, region=region)
+        return trace(Options(name_of(function), inputs, DEFAULT), function, args, kwargs, region=region)
     if rng or not torch.is_grad_enabled():
         return recompute(function, inputs=inputs, state=state())(*args, **kwargs)
     return call(Options(name_of(function), inputs, tuple(state()), rng=False), function, args, kwargs)

@@ -83,7 +83,8 @@ class OutputDiscardCheckpoint:
         if not torch.is_grad_enabled():
             return fn(*args, **kwargs)
         if torch.compiler.is_compiling():
-            return trace(Options(name_of(fn)), fn, args, kwargs, region=functools.partial(self.checkpoint, fn))
+            options = Options(name_of(fn), ambients=DEFAULT)
+            return trace(options, fn, args, kwargs, region=functools.partial(self.checkpoint, fn))
         options = Options(name_of(fn), ambients=(*DEFAULT, *self._state()))
         if transforming() is not None:
             return call(options, fn, args, kwargs)

@@ -107,7 +107,7 @@ def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], settings
         def region(*args: Any, **kwargs: Any) -> Any:
             return _call(function, args, kwargs, settings)
 
-        return trace(Options(""), function, args, kwargs, contexts, region)
+        return trace(Options("", ambients=DEFAULT), function, args, kwargs, contexts, region)
     if not callable(function):
         raise errors.ArgumentError(errors.not_callable("checkpoint", function))
     if check not in _CHECKS:

@@ -296,6 +296,7 @@ class Options(NamedTuple):
 
     `owner` is the module that the function belongs to, where the caller knows it: nothing else is then looked for in
     the function. `tile` says whether the call is one tile of several. `make` makes the calls; None for `RegionCall`.
+    Code that torch.compile traces names `ambients`: before torch 2.13, Dynamo has no source for a default.
     """
 
     name: str

@@ -38,6 +38,7 @@ from ..engine.discard import Discard
 from ..engine.region_call import Options, RegionCall
 from ..observer import here, observing
 from ..region import Pool, keep, run, trace
+from ..state import DEFAULT
 from ..stores import Store
 from ..values import Overrides, thread
 from . import traced
@@ -294,7 +295,7 @@ class Region(ForwardWrapper):
         if not torch.is_grad_enabled():
             return fn(*args, **kwargs)
         make = None if self.memory is None else RegionCall  # what is said of any elastic region
-        return trace(Options(self.name, self.store, make=make), fn, args, kwargs, self._contexts, region)
+        return trace(Options(self.name, self.store, DEFAULT, make=make), fn, args, kwargs, self._contexts, region)
 
     def changed(self) -> str:
         """Text for a replay that came out otherwise because the plan was taken out meanwhile; "" if it was not."""
