@@ -65,11 +65,10 @@ def flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) ->
     """
     packet = getattr(func, "overloadpacket", func)
     formula: Any = _formulas().get(packet)
-    way = _ATTENTION.get(getattr(packet, "_qualified_op_name", ""))
     if formula is None:
         way = _FLEX.get(type(packet).__name__)
-        if way is None:
-            return 0
+        return 0 if way is None else _attention(way, args)
+    way = _ATTENTION.get(getattr(packet, "_qualified_op_name", ""))
     try:
         return _attention(way, args) if way is not None else int(formula(*args, **kwargs, out_val=out))
     except Exception:
