@@ -506,7 +506,7 @@ def _add_rank_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--reshard-after-forward",
         choices=("yes", "no"),
-        help="whether ranks of --fsdp free a layer's weights between its forward and its backward (yes)",
+        help="whether ranks of --fsdp free a layer's weights between its forward and its backward (yes; no with --pp)",
     )
     group.add_argument(
         "--network",
