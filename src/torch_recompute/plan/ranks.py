@@ -180,7 +180,7 @@ class Ranks:
 
     @property
     def divides_tokens(self) -> int:
-        """What the number of tokens in a sequence is a multiple of."""
+        """The number that divides the tokens of a sequence, so that ranks can share them."""
         return math.lcm(self.tp if self.sequence_parallel else 1, 2 * self.cp if self.cp > 1 else 1)
 
     @property
