@@ -641,10 +641,11 @@ def ranks_of(args: argparse.Namespace) -> Ranks:
     """Reads the ranks of a command line; those of a command without such options are one."""
     names = [field.name for field in fields(Ranks)]
     given: dict[str, Any] = {name: value for name in names if (value := getattr(args, name, None)) is not None}
-    if getattr(args, "reshard_after_forward", None) == "no":
-        if not Ranks(**given).fully_sharded:
-            raise errors.ArgumentError(errors.goes_with("--reshard-after-forward", "--fsdp"))
-        given["zero"] = 2
+    reshard = getattr(args, "reshard_after_forward", None)
+    if reshard is not None and Ranks(**given).fully_sharded:
+        given["zero"] = 2 if reshard == "no" else 3
+    elif reshard == "no":
+        raise errors.ArgumentError(errors.goes_with("--reshard-after-forward", "--fsdp"))
     return Ranks(**given)
 
 

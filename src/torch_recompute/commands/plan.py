@@ -194,7 +194,7 @@ def _lighter(step: AskedStep, budget: int) -> str:
             count *= 2
         if total // count < budget:
             found.append(f"--fsdp {count} ({errors.size(total // count, up=True)} on a rank)")
-    return f"; of these there are fewer with {' or '.join(found)}" if found else ", or spread the model over ranks"
+    return f"; less is held with {' or '.join(found)}" if found else ", or spread the model over ranks"
 
 
 def _nothing_to_gain(planner: Planner, plans: Sequence[Plan]) -> list[str]:
@@ -503,7 +503,7 @@ def _add_rank_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--reshard-after-forward",
         choices=("yes", "no"),
-        help="whether ranks of --fsdp free a layer's weights between its forward and its backward (yes)",
+        help="whether ranks of --fsdp free a layer's weights between its forward and its backward (yes; no with --pp)",
     )
     group.add_argument(
         "--network",

@@ -42,7 +42,7 @@ class Ranks:
         fsdp: Ranks with batches of their own that share weights, gradients and states (`fully_shard`).
         zero: What ranks with batches of their own share: 0 nothing, 1 the optimizer's states, 2 gradients and states
             (weights are whole from forward to backward: `reshard_after_forward=False`), 3 weights as well. By default
-            3 with `fsdp`, else 1; 2 and 3 with `dp` alone are `fsdp` in its place.
+            3 with `fsdp`, and 2 with `fsdp` in a pipeline, else 1; 2 and 3 with `dp` alone are `fsdp` in its place.
         cp_kind: How attention sees the others' tokens: by an "all-gather" of keys and values, by a "ring" in which
             their blocks go round, or by "ulysses", which exchanges tokens for heads.
         imbalance: How many times as many tokens as with perfect balance the rank receives whose experts are asked the
@@ -180,7 +180,7 @@ class Ranks:
 
     @property
     def divides_tokens(self) -> int:
-        """What the number of tokens in a sequence is a multiple of."""
+        """The number that divides the tokens of a sequence, so that ranks can share them."""
         return math.lcm(self.tp if self.sequence_parallel else 1, 2 * self.cp if self.cp > 1 else 1)
 
     @property

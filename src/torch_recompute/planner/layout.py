@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -126,8 +126,8 @@ class RankPlan:
     link_seconds: float  # what that takes; counted in `microbatch_seconds`
     sent: tuple[Sent, ...]  # in a step without recomputation
     plan: Plan  # in the paths of the whole model
-    made_of: Mapping[str, int]  # the bytes of the peak by what they are for
-    where: str  # the peak is, in words
+    made_of: Mapping[str, int] = field(default_factory=dict[str, int])  # the bytes of the peak by what they are for
+    where: str = ""  # the peak is, in words
     once_seconds: float = 0.0  # of what ranks that share weights send once in a step
 
     @property

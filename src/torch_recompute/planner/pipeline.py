@@ -105,7 +105,7 @@ class PipelineStages:
         return self.paths[slice(*self.pipeline.bounds[stage])]
 
     def _kinds(self, stage: int) -> list[Any]:
-        """What layers of a stage have in common with those that are alike."""
+        """The keys of a stage's layers, which are equal for layers that are alike."""
         return [layer.kind for layer in self.runner.layers[slice(*self.pipeline.bounds[stage])]]
 
     @cached_property
@@ -121,7 +121,7 @@ class PipelineStages:
         return self._kinds(stage), len(held), end
 
     def _renamed(self, name: str, stage: int, to: int) -> str | None:
-        """What a name in a layer of one stage is in another that is like it; None for one in another stage's layer."""
+        """The name in another stage that is like it; None for a name in a layer of neither."""
         pairs = zip(self.layers(stage), self.layers(to), strict=True)
         found = next((joined(there, relative(name, here)) for here, there in pairs if inside(name, here)), None)
         return found or (None if any(inside(name, path) for path in self.paths) else name)
@@ -232,7 +232,7 @@ class PipelineRank:
 
     @property
     def once(self) -> Counter[Op]:
-        """What ranks that share weights send in a step besides what they send for each microbatch."""
+        """The collectives of ranks that share weights which are not of each microbatch, in a step."""
         found: Counter[Op] = Counter()
         times = {**self.memory.before(FORWARD), **{(stage, REDUCE): 1 for stage in self.stages}}
         for (stage, last), count in times.items():

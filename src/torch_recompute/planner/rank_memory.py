@@ -101,7 +101,7 @@ class RankMemory:
             last[step.action.stage] = step.action.kind
 
     def before(self, kind: str) -> Counter[tuple[int, str]]:
-        """How often each stage does an action of some kind after one of each other kind."""
+        """Counts how often each stage does an action of some kind after one of each other kind."""
         steps = (step for step in (*self.steps, *self._reductions) if step.action.kind == kind)
         return Counter((step.action.stage, self._last[id(step)][step.action.stage]) for step in steps)
 

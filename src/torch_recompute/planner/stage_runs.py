@@ -88,7 +88,7 @@ class _Layer:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What layers that are alike have in common: the operations of a forward, and which tensors are trained."""
+        """The key of layers that are alike: the operations of a forward, and which tensors are trained."""
         weights = (weight.requires_grad for weight in self.module.parameters())
         return tuple(self.ran), tuple(weights), self.module.training
 
@@ -370,7 +370,6 @@ class _Microbatches:
         if of.release:
             self._recording.track(*self._given)
         self._forward()
-        self._recording.forward_is_over()
         self._note(FORWARD, again, start, level)
         outputs: list[Any] = (
             self._kept[-1][-1:] if self._is_last else [x for x in _tensors(self._out) if x.requires_grad]
@@ -434,6 +433,8 @@ class _Microbatches:
 
     def _note(self, kind: str, again: bool, start: int, level: int) -> None:
         """Notes the most that was alive since some sample above a level."""
+        if kind == FORWARD:
+            self._recording.forward_is_over()
         live = [sample.live_bytes for sample in self._timeline[start:]]
         self._own[kind, again] = max([*live, self._live]) - level
         if again and live:
@@ -585,7 +586,6 @@ class _ShardedMicrobatches(_Microbatches):
         held = of.bytes_of(self._sharded.held)
         self._given = [] if self._is_first else [_like(x) for x in of.layers[self._start].inputs]
         self._forward()
-        self._recording.forward_is_over()
         self._note(FORWARD, True, start, level)
         for had in (False, True):
             self._own[FORWARD, had] = self._after[FORWARD, had, last] = self._own[FORWARD, True]

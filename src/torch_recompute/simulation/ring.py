@@ -4,9 +4,9 @@ Each rank has the queries of its own tokens. A block of keys and values is passe
 it runs, so at any time there are the block that is computed with, a copy of it that is on its way, and the one that
 arrives; the parts of attention are merged by their log-sum-exp, in 32 bits. Autograd keeps a rank's own queries, keys
 and values, the merged result and its log-sum-exp. In backward the blocks go round again, and their gradients follow
-them, in 32 bits, one rank behind. It is PyTorch's `context_parallel` with `set_rotate_method("alltoall")`, and, for
-causal attention, with its load balance: each rank has an early and a late part of the tokens, so the block of another
-rank is met by all queries and half of its keys. The rank that is simulated is the last, of which all blocks are so.
+them, in 32 bits, one rank behind. It is PyTorch's ring of `torch.distributed.tensor.experimental`, rotated by all-to-all
+and, for causal attention, with its load balance: each rank has an early and a late part of the tokens, so of another
+rank's block half of the keys meet all queries. The rank that is simulated is the last, of which all blocks are so.
 
 The kernel is the one that `scaled_dot_product_attention` takes; it is seen when it is called, and the kernel of its
 backward is called with what the ring has merged.
@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import errors
+from .._torch import TorchDispatchMode
 from .._torch.ranks import functional
 
 _collectives = functional()
@@ -44,7 +44,7 @@ def over_ring(
     return cast("torch.Tensor", _Ring.apply(group, size, kwargs, q, k, v))
 
 
-class _Kernel(NamedTuple):
+class _AttentionCall(NamedTuple):
     """One call of a kernel: its arguments and results by name."""
 
     func: Any
@@ -77,7 +77,7 @@ class _Kernel(NamedTuple):
 class _Seeing(TorchDispatchMode):
     """Sees the kernel that attention takes."""
 
-    seen: _Kernel | None = None
+    seen: _AttentionCall | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -85,7 +85,7 @@ class _Seeing(TorchDispatchMode):
         if "scaled_dot_product" in schema.name and isinstance(result, tuple):
             given = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
             given |= {a.name: value for a, value in zip(schema.arguments, args, strict=False)} | (kwargs or {})
-            self.seen = _Kernel(func, given | {r.name: x for r, x in zip(schema.returns, result, strict=True)})
+            self.seen = _AttentionCall(func, given | {r.name: x for r, x in zip(schema.returns, result, strict=True)})
         return result
 
 
@@ -93,7 +93,7 @@ def _nothing(_: Any) -> Any:
     return None
 
 
-def _block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: dict[str, Any]) -> _Kernel:
+def _block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: dict[str, Any]) -> _AttentionCall:
     """Attention to one block, of which autograd keeps nothing."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))  # so that the kernel gives its log-sum-exp
     with (
@@ -111,7 +111,7 @@ def _block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: dict[str, Any
 
 
 def _passed_on(x: torch.Tensor, group: str) -> torch.Tensor:
-    """What arrives from the rank before, for what is sent to the next one."""
+    """Returns the block of the rank before, for one that is sent to the next."""
     return _collectives.all_to_all_single(x, [x.shape[0]], [x.shape[0]], group)
 
 
@@ -174,7 +174,7 @@ class _Ring(torch.autograd.Function):
                 got = _passed_on(sent, group)
             halves = [_half(x, causal and step > 0) for x in (key, value)]
             seen = {"is_causal": causal and step == 0, "query": q, "key": halves[0], "value": halves[1], "output": out}
-            parts = _Kernel(ctx.func, given).gradients(grad, **seen, logsumexp=flat, log_sumexp=flat)
+            parts = _AttentionCall(ctx.func, given).gradients(grad, **seen, logsumexp=flat, log_sumexp=flat)
             if step:
                 of_k, of_v = _split(cast("torch.Tensor", followed), k, v)
             on_its_way = followed = None
