@@ -25,7 +25,7 @@ unexport PYTHONPATH
 # Tests start dozens of processes; what the first has compiled of torch and of ours serves the others.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test quick test-gpu browser lint types wheel check-archives bench bench-discard bench-frontier docs pages first-minutes clean
+.PHONY: help demo test quick test-gpu browser lint types wheel release-tools release-check bench bench-discard bench-frontier docs pages first-minutes clean
 .DELETE_ON_ERROR:
 # Steps share one .venv.
 .NOTPARALLEL:
@@ -69,8 +69,11 @@ types: $(VENV)/.stamp-dev  ## pyright: strict on src, basic on benchmarks and to
 
 wheel: $(VENV)/.stamp-wheel  ## the source archive and the wheel, in dist
 
-check-archives: wheel $(VENV)/.stamp-dev  ## what an index of packages would refuse of them
-	$(BIN)/twine check --strict dist/*
+# In an environment of its own, which needs Python 3.11 or newer and no torch.
+release-tools: .venv-release/.stamp
+
+release-check: release-tools  ## all of a release but the upload, into release, and a table of what passed
+	.venv-release/bin/python tools/release_check.py $(ARGS)
 
 bench: $(VENV)/.stamp-installed $(VENV)/.stamp-dev  ## every file of benchmarks, one after the other
 	@set -e; for file in $(sort $(wildcard benchmarks/[a-z]*.py)); do echo "== $$file"; $(BIN)/python $$file; done
@@ -92,12 +95,18 @@ first-minutes: $(VENV)/.stamp-dev browser  ## follow the quick start in an empty
 	$(BIN)/python tools/first_minutes.py $(ARGS)
 
 clean:  ## remove every .venv and everything built
-	rm -rf .venv .venv-* dist build site .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* dist build site release .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.stamp-venv:
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "Python 3.10 or newer is needed: make PYTHON=/path/to/python3")'
 	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+.venv-release/.stamp: tools/release-tools.txt constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "The tools of a release need Python 3.11: make release-check PYTHON=/path/to/python3.11")'
+	$(PYTHON) -m venv .venv-release
+	.venv-release/bin/python -m pip --disable-pip-version-check --quiet install --no-compile -c constraints.txt -r tools/release-tools.txt
 	touch $@
 
 $(VENV)/constraints.txt: constraints.txt | $(VENV)/.stamp-venv

@@ -111,10 +111,13 @@ def test_what_the_wheel_says_of_itself(wheel: zipfile.ZipFile) -> None:
 
 
 def test_an_index_takes_the_archives(folder: Path, wheel: zipfile.ZipFile) -> None:
-    """`twine check` finds nothing to complain of, and the links and pictures of the readme lead to the repository."""
-    readme = str(metadata(wheel).get_payload())
+    """`twine check` finds nothing to complain of; the readme's links lead to this version alone."""
+    readme, tag = str(metadata(wheel).get_payload()), f"v{metadata(wheel)['Version']}"
     assert not re.findall(r"\]\((?!https://)", readme)
-    assert readme.count("/raw/main/docs/pictures/step.svg)") == 1
+    assert readme.count(f"/raw/{tag}/docs/pictures/step.svg)") == 1
+    assert f"/blob/{tag}/docs/quick-start.md)" in readme
+    assert not re.search(r"/(blob|raw)/main/|checkout; |\"\.\[", readme)
+    assert 'pip install "torch-recompute[' in readme
     pytest.importorskip("twine", reason="twine is not installed (its pins need Python 3.11)")
     argv = [sys.executable, "-m", "twine", "check", "--strict", *map(str, sorted(folder.iterdir()))]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
@@ -127,15 +130,11 @@ def test_what_is_said_of_the_project_agrees(wheel: zipfile.ZipFile) -> None:
     yaml = pytest.importorskip("yaml")
     said = metadata(wheel)
     pythons = [c.rpartition(" ")[2] for c in said.get_all("Classifier") or [] if re.search(r":: 3\.\d+$", c)]
-    home = dict(url.split(", ") for url in said.get_all("Project-URL") or [])["Homepage"]
-    workflow, recipe, citation = (
-        yaml.safe_load((ROOT / name).read_text(encoding="utf-8"))
-        for name in (".github/workflows/ci.yml", "conda/recipe.yaml", "CITATION.cff")
+    urls = dict(url.split(", ") for url in said.get_all("Project-URL") or [])
+    home = urls["Homepage"]
+    recipe, citation = (
+        yaml.safe_load((ROOT / name).read_text(encoding="utf-8")) for name in ("conda/recipe.yaml", "CITATION.cff")
     )
-    assert workflow["jobs"]["test"]["strategy"]["matrix"]["python"] == pythons
-    targets = re.findall(r"run: make ([\w-]+)", (ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    assert targets == [target for target in targets if f"\n{target}:" in makefile] != []
     assert said["Version"] == citation["version"] == recipe["context"]["version"]
     assert recipe["context"]["python_min"] == pythons[0] == said["Requires-Python"].removeprefix(">=")
     required = [Requirement(one) for one in said.get_all("Requires-Dist") or []]
@@ -145,11 +144,35 @@ def test_what_is_said_of_the_project_agrees(wheel: zipfile.ZipFile) -> None:
     assert python == "python >=${{ python_min }}"
     assert {(r.name.removeprefix("py"), str(r.specifier)) for r in map(Requirement, others)} == needed
     assert home == citation["repository-code"] == recipe["about"]["repository"]
+    assert urls["Documentation"] == recipe["about"]["documentation"]
+    assert f"site_url: {urls['Documentation'].removesuffix('latest/')}\n" in (ROOT / "mkdocs.yml").read_text("utf-8")
     badges = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n\n")[2].partition("\n\n")[0]
     assert f"{home}/actions/workflows/ci.yml" in badges
     assert f"python-{pythons[0]}_to_{pythons[-1]}-" in badges
     assert "torch-2.11_or_newer-" in badges
     assert said["License-Expression"].replace("-", "--") in badges
+
+
+def test_workflows_are_commands_of_the_makefile(wheel: zipfile.ZipFile) -> None:
+    """Workflows run targets that are there, on the Pythons of the metadata; publishing is last, without a token."""
+    yaml = pytest.importorskip("yaml")
+    texts = [(ROOT / ".github/workflows" / name).read_text("utf-8") for name in ("ci.yml", "release.yml")]
+    pythons = [c.rpartition(" ")[2] for c in metadata(wheel).get_all("Classifier") or [] if re.search(r":: 3\.\d+$", c)]
+    ci, release = (yaml.safe_load(text)["jobs"] for text in texts)
+    assert ci["test"]["strategy"]["matrix"]["python"] == pythons
+    for job in (ci["release-check"], release["build"]):
+        (installed,) = (s["with"]["python-version"] for s in job["steps"] if "python-version" in s.get("with", {}))
+        assert installed.split()[:2] == [pythons[0], pythons[-1]]
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for text in texts:
+        targets = re.findall(r"run: make ([\w-]+)", text)
+        assert targets == [target for target in targets if f"\n{target}:" in makefile] != []
+        assert "secrets." not in text
+    writes = {name for name, job in release.items() if "write" in job.get("permissions", {}).values()}
+    assert writes == {"index", "page", "manual"}
+    assert "github.ref_type == 'tag'" in release["index"]["if"]
+    assert release["index"]["needs"] == ["test", "build"]
+    assert release["page"]["needs"] == release["manual"]["needs"] == ["index"]
 
 
 USERS_TESTS = """
