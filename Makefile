@@ -25,7 +25,7 @@ unexport PYTHONPATH
 # Tests start dozens of processes; what the first has compiled of torch and of ours serves the others.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test matrix quick test-gpu browser lint types wheel check-archives release-tools release-check bench bench-discard bench-frontier docs pages first-minutes clean
+.PHONY: help demo test matrix quick test-gpu browser lint types wheel release-tools release-check bench bench-discard bench-frontier docs pages first-minutes clean
 .DELETE_ON_ERROR:
 # Steps share one .venv.
 .NOTPARALLEL:
@@ -72,13 +72,10 @@ types: $(VENV)/.stamp-dev  ## pyright: strict on src, basic on benchmarks and to
 
 wheel: $(VENV)/.stamp-wheel  ## the source archive and the wheel, in dist
 
-check-archives: wheel $(VENV)/.stamp-dev  ## what an index of packages would refuse of them
-	$(BIN)/twine check --strict dist/*
-
 # In an environment of its own, which needs Python 3.11 or newer and no torch.
 release-tools: .venv-release/.stamp
 
-release-check: release-tools  ## all of a release but the upload, into release/: archives, SBOM, conda, manual, installs in empty environments
+release-check: release-tools  ## all of a release but the upload, into release, and a table of what passed
 	.venv-release/bin/python tools/release_check.py $(ARGS)
 
 bench: $(VENV)/.stamp-installed $(VENV)/.stamp-dev  ## every file of benchmarks, one after the other

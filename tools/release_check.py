@@ -201,6 +201,13 @@ def usable_torch(release: Release, python: Path) -> str | None:
     return None
 
 
+def says_its_version(release: Release, home: Path) -> None:
+    """The installed command runs, without torch too, and is the one that was built."""
+    said = run(home / "bin" / NAME, "--version", cwd=home).split()
+    if release.version not in said:
+        raise FailedError(f"{NAME} --version says {' '.join(said)}")
+
+
 def in_empty_environment(release: Release, version: str) -> str:
     """Installs the wheel, then all extras, and trains: with the package alone, and as the description says."""
     found = find_python(version)
@@ -214,19 +221,17 @@ def in_empty_environment(release: Release, version: str) -> str:
         wanted = would_install(release, python, f"{NAME}[all]{exact}")
         install(release, python, "--no-deps", f"{NAME}{exact}")
         run(python, "-W", "error", "-m", "compileall", "-q", home / "lib", cwd=home)
-        run(home / "bin" / NAME, "--help", cwd=home)
+        says_its_version(release, home)
         raise InPartError(
-            f"installed, torch not available: its builds are for CUDA. Every file compiles, the command lists its "
-            f"commands, and [all] resolves to {len(wanted)} packages"
+            f"installed, torch not available: its builds are for CUDA. Every file compiles, the command says its "
+            f"version, and [all] resolves to {len(wanted)} packages"
         )
     install(release, python, torch, f"{NAME}{exact}")
     trained = run(python, "-c", A_STEP, cwd=home).strip()
     install(release, python, torch, f"{NAME}[all]{exact}")
     (code,) = re.findall(r"^```python\n(.*?)^```$", str(release.metadata.get_payload()), re.MULTILINE | re.DOTALL)
     run(python, "-c", code, cwd=home)
-    said = run(home / "bin" / NAME, "--version", cwd=home).split()
-    if release.version not in said:
-        raise FailedError(f"torch-recompute --version says {' '.join(said)}")
+    says_its_version(release, home)
     run(sys.executable, "-m", "pip", "--python", python, "check")
     release.full = release.full or home
     return f"installed, imported, a step trained on torch {trained}; with [all] the description's code runs"
@@ -265,7 +270,6 @@ def conda(release: Release) -> str:
 
     recipe: dict[str, Any] = yaml.safe_load((ROOT / "conda" / "recipe.yaml").read_text("utf-8"))
     recipe["source"] = {"path": str(release.sdist)}
-    recipe["about"]["license_file"] = "LICENSE"
     online = channel_answers()
     if not online:
         # What the recipe's host asks for is in this environment: pip and the build backend.

@@ -250,3 +250,7 @@ def test_the_tools_are_pinned_once() -> None:
         (pin,) = (line for line in pins.splitlines() if line.startswith(f"{tool}=="))
         assert pin.partition("==")[2] in project.partition("dev = [")[2]
         assert f'"{pin}"' in project or f'"{tool}[nodejs]=={pin.partition("==")[2]}"' in project
+    lines = [line for line in (ROOT / "tools" / "release-tools.txt").read_text("utf-8").splitlines() if line[0] != "#"]
+    pinned = {line.partition("==")[0] for line in pins.splitlines() if "==" in line}
+    assert {line.lower() for line in lines if "==" not in line} <= {name.lower() for name in pinned}
+    assert set(re.findall(r'"([\w-]+)==', project.partition("\ndocs = [")[2].partition("\n]")[0])) <= set(lines)
