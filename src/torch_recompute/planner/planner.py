@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from typing import Any
 
 from .. import errors
 from .._text import counted, doing
@@ -339,12 +340,15 @@ class Planner:
             guessed.setdefault(of, []).extend(
                 guesses(records[kind], self._replayed, TRIED, self._host_seconds, carries)
             )
-        for kind, first in firsts.items():
+        best: dict[Any, list[tuple[Choice, ...]]] = {}
+        for kind, first in sorted(firsts.items(), key=lambda one: -self._kinds.count(one[0])):
             path, call, found = self.paths[first], captured.calls[first], records[kind]
             with captured.running():
                 plain = attempt(call, [], captured.pretend)
                 options = [self._option(plain, (), plain)]
-                ways_of = dict.fromkeys(guess.regions for guess in guessed[path if path in several else kind])
+                ways_of = [*dict.fromkeys(guess.regions for guess in guessed[path if path in several else kind])]
+                if path not in several:  # a first layer, whose input needs no grad, tries what was best for the others
+                    ways_of = best.get(captured.likes[kind]) or ways_of
                 for number, regions in enumerate(ways_of, 1):
                     doing(f"trying choices for {path}", number, len(ways_of))
                     tried = self._alone(path, call, regions)
@@ -359,7 +363,9 @@ class Planner:
                 if not self.step.ranks.fully_sharded:  # whose layers are gathered one by one
                     options += self._grouped(first, plain, found.kinds)
             ways[kind] = Kind(tuple(options) if path in several else undominated(options), graph)
-        return ways
+            kept = {option.regions for option in ways[kind].options}
+            best.setdefault(captured.likes[kind], [regions for regions in ways_of if regions in kept])
+        return {kind: ways[kind] for kind in firsts}
 
     def _carries(self, path: str, parts: Sequence[str]) -> bool:
         """Whether a region around some parts of the segment at a path carries decisions."""
