@@ -337,22 +337,20 @@ class Planner:
                 records[kind] = record(call.steps[0][0], partial(call.run, inputs), inputs)
             of = path if path in several else kind  # what is called several times has one choice for all its calls
             carries = partial(self._carries, path)
-            guessed.setdefault(of, []).extend(
-                guesses(records[kind], self._replayed, TRIED, self._host_seconds, carries)
-            )
+            mine = guesses(records[kind], self._replayed, TRIED, self._host_seconds, carries)
+            guessed.setdefault(of, []).extend(mine)
         best: dict[Any, list[tuple[Choice, ...]]] = {}
         for kind, first in sorted(firsts.items(), key=lambda one: -self._kinds.count(one[0])):
             path, call, found = self.paths[first], captured.calls[first], records[kind]
             with captured.running():
                 plain = attempt(call, [], captured.pretend)
                 options = [self._option(plain, (), plain)]
-                ways_of = [*dict.fromkeys(guess.regions for guess in guessed[path if path in several else kind])]
-                if path not in several:  # a first layer, whose input needs no grad, tries what was best for the others
-                    ways_of = best.get(captured.likes[kind]) or ways_of
+                own = dict.fromkeys(guess.regions for guess in guessed[path if path in several else kind])
+                # A first layer, whose input needs no grad, tries what was best for the others.
+                ways_of = (path not in several and best.get(captured.likes[kind])) or [*own]
                 for number, regions in enumerate(ways_of, 1):
                     doing(f"trying choices for {path}", number, len(ways_of))
-                    tried = self._alone(path, call, regions)
-                    if tried is not None:
+                    if (tried := self._alone(path, call, regions)) is not None:
                         options.append(self._option(tried, regions, plain))
                 graph = replace(found.graph(self._replayed), backward_bytes=plain.at_once_bytes)
                 if self._link is not None:
