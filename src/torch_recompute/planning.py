@@ -47,7 +47,7 @@ from .planner.tensor_parallel import of_one_rank
 from .region import checked_pool
 from .simulation.elastic import rehearse
 from .state import Ambient
-from .training_step import ALONE, Loss, MakeOptimizer, TrainingStep, optimizer_of
+from .training_step import ALONE, Loss, MakeOptimizer, TrainingStep, optimizer_of, with_labels
 
 
 def profile(
@@ -220,6 +220,7 @@ def plan_first_call(model: nn.Module, budget: int | float | str, *, loss: Loss, 
 
     For trainers, which have the batch, the optimizer and autocast later than the model; see `auto`.
     """
+    with_labels("auto", model, (), None, loss)  # the batch is known later, and its labels are in the model's call
     handle = apply(model, Plan())
     handle.history = ()
     planning = _Planning(model, read_budget(budget), loss, optimizer_of("auto", optimizer, model), loop=loop)
@@ -488,6 +489,7 @@ def make_plan(
             examples, or it cannot be told where the sequence of a call is.
     """
     examples = not isinstance(sizes, str) and not all(type(size) is int for size in sizes)
+    args, kwargs, loss = with_labels("make_plan", model, args, kwargs, loss)
     if examples and isinstance(model, nn.Module):
         call = cast("tuple[Any, ...]", args), dict(kwargs or {})
     else:

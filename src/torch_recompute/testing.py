@@ -19,6 +19,7 @@ from .memory.batch import Batch, call_of
 from .memory.budget import read_budget
 from .memory.measurement import Measurement
 from .plan import Plan
+from .training_step import with_labels
 
 __all__ = ["assert_same_gradients", "check_peak", "read_limit"]
 
@@ -64,6 +65,7 @@ def assert_same_gradients(
             "  Write assert_same_gradients(model, x, plan=plan) for a plan, or "
             "assert_same_gradients(with_regions, x, plain=without) for regions in the code."
         )
+    args, kwargs, loss = with_labels("assert_same_gradients", model, args, kwargs, loss)
     call = call_of("assert_same_gradients", model, args, kwargs)
     if plain is not None:
         found = compare_calls(model, plain, *call, loss=loss)

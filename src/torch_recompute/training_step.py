@@ -8,6 +8,7 @@ function.
 from __future__ import annotations
 
 import difflib
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from torch import nn
 
 from . import _torch, errors
 from .devices import Device, Where, where
-from .memory.batch import Batch, call_of
+from .memory.batch import Batch, call_of, labels_of, signature_of
 from .memory.loop import COMMON, Loop
 from .plan.ranks import Ranks
 
@@ -68,6 +69,7 @@ class TrainingStep:
         Raises:
             ArgumentError: The call or the optimizer is not what it should be.
         """
+        args, kwargs, loss = with_labels(what, model, args, kwargs, loss)
         call = call_of(what, model, args, kwargs, a_module=True)
         return TrainingStep(model, *call, loss, optimizer_of(what, optimizer, model), device, loop)
 
@@ -99,6 +101,54 @@ class TrainingStep:
 
 
 # --- losses ---
+
+
+def needs(loss: object) -> int:
+    """How many arguments a loss has to be given; 1 where it cannot be told."""
+    signature = None if loss is None else signature_of(loss)
+    if signature is None:
+        return 1
+    return sum(
+        p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        for p in signature.parameters.values()
+    )
+
+
+def with_labels(
+    what: str, model: object, batch: Any, kwargs: Mapping[str, Any] | None, loss: Any
+) -> tuple[Any, Mapping[str, Any] | None, Loss]:
+    """Returns a batch, more keywords and a loss of the output alone; a loss of two arguments gets the batch's labels.
+
+    Raises:
+        ArgumentError: The loss needs more than the output, and the batch has no labels, or it needs three arguments.
+    """
+    count = needs(loss)
+    if count < 2:
+        return batch, kwargs, loss
+    labels, batch, kwargs = labels_of(model, batch, kwargs or {}) if count == 2 else (None, batch, kwargs)
+    name = getattr(loss, "__name__", type(loss).__name__)
+    if labels is None:
+        why = f"{count} arguments" if count > 2 else "the output and labels, and the batch has no labels, targets or y"
+        raise errors.ArgumentError(
+            f"{what}(loss={name}) is called with the model's output, but {name} takes {why}.\n"
+            "  Write what it is to be called with:  loss=lambda out: loss_fn(out, labels)"
+        )
+
+    @functools.wraps(loss, updated=())
+    def of_output(output: Any) -> torch.Tensor:
+        try:
+            return loss(output, labels.to(output.device) if isinstance(output, torch.Tensor) else labels)
+        except errors.RecomputeError:
+            raise
+        except (TypeError, ValueError, IndexError, RuntimeError) as error:
+            raise errors.ArgumentError(
+                f"the loss {name} cannot be called with the output, {errors.say(output)}, and the batch's labels, "
+                f"{errors.say(labels)}: {str(error).partition(chr(10))[0]}\n"
+                f"  Say how the loss is computed:  {_loss_for(output)}"
+            ) from error
+
+    of_output.__name__ = of_output.__qualname__ = name
+    return batch, kwargs, of_output
 
 
 def _loss_for(output: object) -> str:

@@ -18,6 +18,7 @@ from support.models import gpt, ids_of
 from support.zoo import mean_loss
 from torch_recompute import Choice, Plan, Profile, make_plan, measure, profile, saved_activations, simulate
 from torch_recompute.observer import Running, running
+from torch_recompute.planner import clock as clock_module
 from torch_recompute.planner import planner
 from torch_recompute.planner.clock import Clocked, Replays, Scale, clock, obstacle, spread_of
 from torch_recompute.planner.cost import Costs, Graph, Kind, Node, Option, Segment, Solution
@@ -98,16 +99,54 @@ def test_a_step_is_run_and_nothing_is_changed() -> None:
     assert seen == []
 
 
-def test_forwards_with_and_without_regions_are_compared_under_the_same_conditions() -> None:
+def test_forwards_with_and_without_regions_are_compared_under_the_same_conditions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Both build a graph, as a step's does, and keep nothing in it, so that only what regions take is between them."""
+    monkeypatch.setattr(clock_module, "ENOUGH", 1e9)
     model, seen = gpt(1), list[tuple[bool, bool]]()
     inner = next(module for module in model.blocks[0].modules() if isinstance(module, nn.Linear))
     inner.register_forward_hook(lambda *_: seen.append((torch.is_grad_enabled(), bool(running()))))
     found = clock(model, (ids_of(8),), {}, loss_of, Plan((Choice(("blocks.0",)),)), CPU, region=100.0)
     assert 100 <= found.regions < 101  # its price, for one region
     assert {grads for grads, _ in seen} == {True}
-    # After the warm-up: the step and its replay, then forwards.
-    assert [inside for _, inside in seen[4:8]] == [True, True, False, False]
+    # After the warm-up and a first comparison: the step and its replay, then forwards.
+    assert [inside for _, inside in seen[6:10]] == [True, True, False, False]
+
+
+# The seconds of a forward, the share of them in which the thread runs, and how many forwards of the model are run.
+FORWARDS = {
+    "short, until three are the same": (0.001, 1.0, 1 + 3 + 3 + 3),
+    "long: two, and one comparison": (0.3, 1.0, 1 + 3 + 1),
+    "longer than all that it may take": (15.0, 1.0, 1 + 3),
+    "short, and waiting": (0.3, 0.2, 1 + 3),
+    "long, and waiting": (1.0, 0.2, 1),
+}
+
+
+@pytest.mark.parametrize("case", FORWARDS)
+def test_long_steps_are_run_twice_and_one_that_waits_is_not_run_again(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step with regions is run as often as its seconds say something, and the comparison of forwards once."""
+    seconds, runs, expected = FORWARDS[case]
+    passed, ran = 0.0, 0
+
+    def passes(*_: object) -> None:
+        nonlocal passed, ran
+        passed, ran = passed + seconds, ran + 1
+
+    clocks = types.SimpleNamespace(perf_counter=lambda: passed, thread_time=lambda: runs * passed)
+    monkeypatch.setattr(clock_module, "time", clocks)
+    monkeypatch.setattr(clock_module, "now", lambda device: passed)
+    model = gpt(1)
+    model.register_forward_pre_hook(passes)
+    found = clock(model, (ids_of(8),), {}, loss_of, Plan((Choice(("blocks.0",)),)), CPU)
+    assert ran == expected
+    assert found.forward == pytest.approx(seconds)
+    assert found.waited == pytest.approx(1 - runs)
+    said = str(Scale.of(found, None, 0.5, 0.5))
+    assert ("its threads waited for 80% of the time" in said) is (runs < 0.5)
 
 
 def test_replays_are_timed_once() -> None:

@@ -1,6 +1,7 @@
 """The first call: a batch as people have it, and an optimizer by name, class or instance, in every public function."""
 
 import copy
+import logging
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from support.training import gradients
 from torch_recompute import (
@@ -30,8 +32,9 @@ from torch_recompute import (
     verify,
 )
 from torch_recompute.memory.batch import call_of
+from torch_recompute.planner.known import made_for
 from torch_recompute.report import report
-from torch_recompute.training_step import OPTIMIZERS
+from torch_recompute.training_step import OPTIMIZERS, TrainingStep
 
 
 class Net(nn.Module):
@@ -162,6 +165,71 @@ def test_no_optimizer_has_a_name() -> None:
 def square(out: torch.Tensor) -> torch.Tensor:
     """A loss."""
     return out.square().mean()
+
+
+# --- a loss of two arguments, parameters without a shape, a batch of another shape ---
+
+
+def classifier(first: nn.Module | None = None) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(first or nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 5))
+
+
+class Keywords(nn.Module):
+    """Takes the labels, and makes nothing of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = classifier()
+
+    def forward(self, input: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        return self.inner(input)
+
+
+Y = torch.arange(64) % 5
+CLASSES = nn.CrossEntropyLoss()
+LABELLED: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any]]] = {
+    "two items": (classifier, (X, Y), {}),
+    "a list of two": (classifier, [X, Y], {}),
+    **{name: (classifier, {"input": X, name: Y}, {}) for name in ("labels", "targets", "y")},
+    "a keyword": (classifier, X, {"labels": Y}),
+    "labels that the forward takes": (Keywords, {"input": X, "labels": Y}, {}),
+    "labels that the forward takes by place": (Keywords, (X, Y), {}),
+}
+
+
+@pytest.mark.parametrize("form", LABELLED)
+@pytest.mark.parametrize("loss", [CLASSES, F.cross_entropy, lambda out, y: F.cross_entropy(out, y)])
+def test_a_loss_of_two_arguments_gets_the_labels(form: str, loss: Any) -> None:
+    """The step is that of the loss with the labels in it, to the byte and the FLOP."""
+    make, batch, kwargs = LABELLED[form]
+    wanted = simulate(make(), X, loss=lambda out: F.cross_entropy(out, Y))
+    found = simulate(make(), batch, kwargs, loss=loss)
+    takes = 8 * len(Y) if make is Keywords else 0  # the labels are an argument of the call then
+    assert (found.peak_bytes, found.flops) == (wanted.peak_bytes + takes, wanted.flops)
+
+
+def test_every_function_takes_a_loss_of_two_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever takes a loss takes one of output and labels; a cache does not take one for another."""
+    batch, region = (X, Y), Plan((Choice(("0",)),))
+    assert make_plan(classifier(), batch, budget=0, loss=CLASSES, device="h100").predicted_peak_bytes
+    assert profile(classifier(), batch, loss=CLASSES, device="h100").to_json()
+    assert verify(classifier(), batch, plan=region, loss=CLASSES)
+    assert testing.assert_same_gradients(classifier(), batch, plan=region, loss=CLASSES)
+    assert doctor.examine(classifier(), batch, loss=CLASSES, device="h100", run=False) is not None
+    auto(classifier(), batch, loss=CLASSES, budget=0).remove()
+    steps = [TrainingStep.of("auto", classifier(), batch, None, loss) for loss in (CLASSES, nn.MSELoss())]
+    assert len({made_for(step, 0, False)["loss"] for step in steps}) == 2
+
+
+def test_a_failing_operation_is_logged_on_request(caplog: pytest.LogCaptureFixture) -> None:
+    """An operation that refuses its arguments is said once, in the error; torch's log of it is for --verbose."""
+    with pytest.raises(ArgumentError, match=r"with Tensor of shape \(64, 9\), in 0: "):
+        simulate(classifier(), torch.ones(64, 9), loss=torch.sum)
+    assert caplog.records == []
+    with caplog.at_level(logging.DEBUG, "torch_recompute"), pytest.raises(ArgumentError):
+        simulate(classifier(), torch.ones(64, 9), loss=torch.sum)
+    assert [record.name for record in caplog.records] == ["torch._subclasses.fake_tensor"]
 
 
 def test_auto_plans_applies_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -447,3 +447,12 @@ def test_gradients_that_the_forward_takes() -> None:
     with pytest.raises(BudgetError, match="create_graph=True"):
         make_plan(model, x, loss=mean_loss, budget=1000)
     assert "create_graph" not in str(make_plan(model.layers, x, loss=mean_loss, budget=0.2))
+
+
+def test_a_share_of_nothing_is_said_in_words() -> None:
+    """Where no region frees anything, the plan says so, and not a share of 0 bytes."""
+    plan = make_plan(
+        nn.Sequential(nn.Linear(8, 8), nn.GELU()), torch.ones(4, 8), budget=0.4, loss=torch.sum, device="h100"
+    )
+    assert "0 bytes of activations" not in str(plan)
+    assert "budget 0.4, but no plan lowers the peak: its layers keep little beside their inputs then" in str(plan)

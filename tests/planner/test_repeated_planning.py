@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from support.zoo import mean_loss
 from torch_recompute import Choice, Plan, apply, make_plan, profile
 from torch_recompute.planner import planner
-from torch_recompute.planner.known import MOST, digest, known
+from torch_recompute.planner.known import MOST, digest, forget, known
 from torch_recompute.training_step import TrainingStep
 
 SCALE = 2
@@ -170,6 +170,38 @@ def test_a_second_plan_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     ran.clear()
     plan(0.5)
     assert {*ran} == {"simulate_step", "attempt", "capture", "clock"}
+
+
+def test_a_first_layer_tries_what_was_best_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that differs by its input's gradient alone tries the ways kept for the others, and plans are the same."""
+    layers = (nn.TransformerEncoderLayer(8, 2, 32, dropout=0.0, batch_first=True) for _ in range(3))
+    model, x = nn.Sequential(*layers), torch.randn(2, 16, 8)
+    tries: list[int] = []
+    plain_attempt = planner.attempt
+    monkeypatch.setattr(
+        planner, "attempt", lambda call, *rest: tries.append(len(call.steps)) or plain_attempt(call, *rest)
+    )
+
+    def plans() -> tuple[int, list[Plan]]:
+        forget()
+        tries.clear()
+        step = TrainingStep.of("make_plan", model, x, None, mean_loss, device="h100")
+        made = planner.Planner(step)
+        found = [made.plan(budget) for budget in (0.1, 0.4, 0.7)]
+        return tries.count(1), found
+
+    shared, found = plans()
+    capture = planner.capture
+
+    def apart(*args: object) -> object:
+        captured = capture(*args)
+        captured.likes = {kind: kind for kind in captured.likes}
+        return captured
+
+    monkeypatch.setattr(planner, "capture", apart)
+    alone, wanted = plans()
+    assert found == wanted
+    assert shared < alone
 
 
 def test_a_plan_that_was_interrupted_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

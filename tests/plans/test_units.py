@@ -151,6 +151,18 @@ def test_one_layer_as_the_model() -> None:
     assert units.stacks == ()
 
 
+def test_one_layer_in_the_model() -> None:
+    """One layer between an embedding and a head is the layer, not the model around it."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16)
+    ends = {"embed": nn.Linear(4, 8), "head": nn.Linear(8, 2)}
+    for path, model in {
+        "layer": part("Model", **ends, layer=layer),
+        "body.layer": part("Model", **ends, body=part("Body", layer=layer)),
+        "": part("Model", attend=part("Attend", norm=nn.LayerNorm(8), attn=layer.self_attn), up=ends["embed"], **ends),
+    }.items():
+        assert [unit.path for unit in find_units(model).layers] == [path]
+
+
 def test_missing_layers_keep_their_numbers() -> None:
     """A pipeline stage that holds `Identity` for the layers of others counts the layers as the whole model does."""
     model = build("handmade_gpt")[0]

@@ -1356,6 +1356,11 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: divided(torch.nn.Linear(8, 8), torch.nn.Linear(4, 4), 2, "MODEL"),
     # planning
     lambda: make_plan(Scale(), (vector(),), budget=40),
+    lambda: make_plan(nn_linear(), torch.ones(2, 3), budget=0, loss=torch.nn.CrossEntropyLoss()),
+    lambda: make_plan(nn_linear(), torch.ones(2, 3), budget=0, loss=torch.nn.TripletMarginLoss()),
+    lambda: make_plan(nn_linear(), (torch.ones(2, 3), torch.ones(3)), budget=0, loss=torch.nn.CrossEntropyLoss()),
+    lambda: make_plan(torch.nn.LazyLinear(3), torch.ones(2, 8), budget=0, loss=torch.sum),
+    lambda: make_plan(nn_linear(), torch.ones(2, 9), budget=0, loss=torch.sum, device="h100"),
     lambda: make_plan(Scale(), (vector(),), budget="1B", sizes=[(vector(),)]),
     lambda: make_plan(Scale(), budget="1B", sizes=[5.12]),
     lambda: make_plan(torch.nn.LayerNorm(4), (torch.ones(2, 4),), budget=0.5, loss=torch.mean, device="h100"),

@@ -6,6 +6,7 @@ PyTorch's compiler uses them; their names are private. `simulation/` is what use
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 from __future__ import annotations
 
+import logging
 import sys
 import weakref
 from collections.abc import Callable, Generator
@@ -46,6 +47,18 @@ def flex_uncompiled() -> Generator[None]:
     finally:
         if before is not None:
             setattr(module, _FLEX, before)
+
+
+@contextmanager
+def failures_unlogged() -> Generator[None]:
+    """A context in which a failing operation on fake tensors is not logged as well, unless our own log is verbose."""
+    log = logging.getLogger(_fake_tensor.__name__)
+    before = log.disabled
+    log.disabled = before or not logging.getLogger("torch_recompute").isEnabledFor(logging.DEBUG)
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 _FLEX = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"

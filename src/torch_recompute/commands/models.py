@@ -42,7 +42,7 @@ from ..planner.profile import Profile
 from ..planner.solve import frontier, planned
 from ..simulation.experts import shared_experts
 from ..simulation.fused import OPTIONS, FusedLayers, fuse
-from ..training_step import ALONE, OPTIMIZERS, USUAL, Loss, TrainingStep, any_loss, optimizer_of
+from ..training_step import ALONE, OPTIMIZERS, USUAL, Loss, TrainingStep, any_loss, optimizer_of, with_labels
 
 DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PRESETS: Mapping[str, dict[str, Any]] = json.loads((files(__package__ or "") / "presets.json").read_text("utf-8"))
@@ -318,10 +318,11 @@ def _from_python(model: str, where: str, name: str) -> Loaded:
     if len(parts) not in (2, 3) or not isinstance(parts[0], nn.Module) or not all(map(callable, parts[2:])):
         raise _makes_no_module(model, made)
     try:
-        call = call_of(name, *parts[:2])
+        batch, more, loss = with_labels(name, parts[0], parts[1], None, parts[2] if parts[2:] else None)
+        call = call_of(name, parts[0], batch, more)
     except errors.ArgumentError as error:
         raise errors.ArgumentError(f"MODEL is {model!r}, and its batch does not fit: {_first_line(error)}.") from error
-    return Loaded(parts[0], call, *parts[2:])
+    return Loaded(parts[0], call, loss)
 
 
 def _built(

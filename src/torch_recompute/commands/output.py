@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import re
 import sys
@@ -69,6 +70,7 @@ def add_options(
         parser.add_argument(*names, dest="plot", type=Path, metavar="FILE.png", help=help)
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
     parser.add_argument("--quiet", action="store_true", help="say nothing of the work while it is done")
+    parser.add_argument("--verbose", action="store_true", help="log operations that fail in a simulation")
     parser.set_defaults(command=run)
 
 
@@ -89,6 +91,8 @@ class Output:
     def of(args: argparse.Namespace) -> Output:
         """Reads the options of a command line; refuses those that cannot be followed."""
         output = Output(args.json, args.quiet, getattr(args, "plot", None))
+        if getattr(args, "verbose", False):
+            logging.getLogger("torch_recompute").setLevel(logging.DEBUG)
         if output.plot is not None:
             if output.plot.suffix.lower() not in PICTURES:
                 raise errors.ArgumentError(

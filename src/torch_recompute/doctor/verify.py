@@ -26,7 +26,7 @@ from .._text import at_work, counted, paragraph, shown
 from ..memory.batch import Batch, call_of
 from ..plan import Choice, Plan, apply
 from ..plan.apply import not_applicable
-from ..training_step import any_loss
+from ..training_step import any_loss, with_labels
 from .compare import KINDS, Difference, ModelCall, Noise, differences
 
 TRIALS = 8
@@ -150,6 +150,7 @@ def verify(
     """
     if not isinstance(model, nn.Module) or not isinstance(plan, Plan):
         raise errors.ArgumentError(not_applicable(model, plan))
+    args, kwargs, loss = with_labels("verify", model, args, kwargs, loss)
     call = call_of("verify", model, args, kwargs)
     apply(model, plan).remove()
     likely, tried = (), False

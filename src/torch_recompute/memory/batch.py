@@ -51,6 +51,14 @@ def call_of(
     """
     if not (isinstance(model, nn.Module) if a_module else callable(model)):
         raise errors.ArgumentError(_not_a_model(what, model))
+    tensors = (*model.named_parameters(), *model.named_buffers()) if isinstance(model, nn.Module) and a_module else ()
+    late = next((path for path, tensor in tensors if nn.parameter.is_lazy(tensor)), None)
+    if late is not None:
+        raise errors.ArgumentError(
+            f"{what}: {late} of {type(model).__name__} has no shape until the model is first called, as in a "
+            "LazyLinear, and nothing can be said of its memory before.\n"
+            "  Call the model once, then plan:  with torch.no_grad(): model(*batch)"
+        )
     if kwargs is not None and (not isinstance(kwargs, Mapping) or not _has_names(kwargs)):
         raise errors.ArgumentError(
             f"{what}(model, batch, kwargs) takes the keyword arguments of one call as a dict of names to values, but "
@@ -76,6 +84,41 @@ def call_of(
     return args, named
 
 
+def signature_of(function: Any) -> inspect.Signature | None:
+    """The signature of a function or of a module's forward; None where it cannot be told."""
+    try:
+        return inspect.signature(function.forward if isinstance(function, nn.Module) else function)
+    except (TypeError, ValueError):
+        return None
+
+
+def labels_of(model: object, batch: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+    """Finds the labels in a batch: what is called so, or the one item after those that the forward takes.
+
+    Returns:
+        The labels, or None, and the batch and the keywords without them, unless the forward takes them.
+    """
+    signature = signature_of(model)
+    parameters = [] if signature is None else [*signature.parameters.values()]
+    kinds, names = {p.kind for p in parameters}, [p.name for p in parameters]
+    places = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    several = isinstance(batch, (tuple, list)) and type(batch).__name__ != "PackedSequence"
+    items: list[Any] = [*cast("Sequence[Any]", batch)] if several else [batch]
+    by_name = (
+        dict(cast("Mapping[str, Any]", batch)) if isinstance(batch, Mapping) else dict(zip(places, items, strict=False))
+    )
+    found = {name: x for name, x in {**by_name, **kwargs}.items() if isinstance(x, torch.Tensor)}
+    name = next((name for name in _CALLED_LABELS if name in found), None)
+    if name is None:
+        if several and len(items) == len(places) + 1 and inspect.Parameter.VAR_POSITIONAL not in kinds and places:
+            return items[-1], tuple(items[:-1]), dict(kwargs)
+        return None, batch, dict(kwargs)
+    if name in names or inspect.Parameter.VAR_KEYWORD in kinds:
+        return found[name], batch, dict(kwargs)
+    rest = {key: value for key, value in by_name.items() if key != name} if isinstance(batch, Mapping) else batch
+    return found[name], rest, {key: value for key, value in kwargs.items() if key != name}
+
+
 def _has_names(mapping: Mapping[Any, Any]) -> bool:
     return all(isinstance(key, str) for key in mapping)
 
@@ -98,9 +141,8 @@ def _check_takes(what: str, model: Any, args: tuple[Any, ...], kwargs: dict[str,
     """Refuses arguments that the forward does not take, where its signature says so."""
     hooks = getattr(model, "_forward_pre_hooks", None)
     forward = model.forward if isinstance(model, nn.Module) else model
-    try:
-        signature = inspect.signature(forward)
-    except (TypeError, ValueError):
+    signature = signature_of(model)
+    if signature is None:
         return
     if hasattr(forward, "__wrapped__"):  # a decorator may take words of its own, which are no tensors
         kwargs = {name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
@@ -145,3 +187,4 @@ def _check_takes(what: str, model: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 
 _LABELS = "labels"
+_CALLED_LABELS = ("labels", "targets", "target", "y")

@@ -147,6 +147,8 @@ def bytes_meant(budget: object, least: Callable[[], int], most: int, free: Calla
         bottom = least()
         count = bottom + math.floor(meant.share * (most - bottom))
         said = f"{meant.said} of {errors.brief(most - bottom)} of activations: {errors.brief(count)}"
+        if most <= bottom:
+            said = f"{meant.said}, but no plan lowers the peak: its layers keep little beside their inputs then"
         return Limit(count, said)
     if free is None:
         raise errors.ArgumentError(

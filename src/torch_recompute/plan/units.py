@@ -323,7 +323,7 @@ class RoleFinder:
                 layers.append((path, len(layers)))
         layers = [(path, number, stack) for stack, paths in self.stacks.items() for path, number in paths]
         if not layers and 0 < len(self.attentions) <= 2 and self._is_layer("") and "" not in self.attentions:
-            layers = [("", 0, None)]
+            layers = [(self._innermost_layer(), 0, None)]
         for path, number, stack in layers:
             self._read_layer(path, number, stack)
         self._read_rest({path for path, _, _ in layers})
@@ -331,6 +331,19 @@ class RoleFinder:
         found = sorted(dict.fromkeys(self.found), key=lambda unit: (self.position[unit.path], ranks[unit.role]))
         callable_ = tuple(path for path, fact in self.facts.items() if fact.called)
         return Units(model, tuple(found), tuple(self.stacks), callable_)
+
+    def _innermost_layer(self) -> str:
+        """Returns the smallest layer: the model, or a module in it with all attentions and an MLP besides."""
+
+        def whole(path: str) -> bool:
+            attentions, beside = self.within(path, self.attentions), self.within(path, self.products, self.attentions)
+            return self._is_layer(path) and len(attentions) == len(self.attentions) and len(beside) >= 2
+
+        path, inner = "", [""]
+        while inner:
+            path = inner[0]
+            inner = [*filter(whole, self.children[path])]
+        return path
 
     # --- experts ---
 

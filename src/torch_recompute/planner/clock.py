@@ -27,7 +27,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -44,7 +44,9 @@ from .prices import now, on
 TIMES, MOST_TIMES = 3, 20
 STEADY = 0.03  # as soon as the last TIMES steps took the same time except for this share, no more are run
 BUSY = 0.15  # repeats that differ by more are of a busy machine
-ENOUGH, LONGEST = 0.5, 30.0  # seconds: after the one no more than TIMES are run, after the other none
+ENOUGH, LONGEST = 0.5, 30.0  # seconds: after the one no more than FEW are run, after the other none
+FEW = 2
+WAITING = 0.5  # a step whose thread waited for more of its time says little of it, and is not run again
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class Clocked:
     replays: float  # the replays in it, with all that the engine does around them
     regions: float = 0.0  # what regions take besides
     spread: float = 0.0  # see `spread_of`
+    waited: float = 0.0  # the share of the time in which the thread did not run, on a CPU
 
     @property
     def step(self) -> float:
@@ -64,9 +67,8 @@ class Clocked:
 
     def times(self, count: int) -> Clocked:
         """So many of these steps."""
-        return Clocked(
-            count * self.forward, count * self.backward, count * self.replays, count * self.regions, self.spread
-        )
+        names = "forward", "backward", "replays", "regions"
+        return replace(self, **{name: count * getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True)
@@ -77,22 +79,26 @@ class Scale:
     step_seconds: float  # of the step without recomputation
     ran: str  # which steps were run, in words
     spread: float = 0.0  # see `Clocked`
+    waited: float = 0.0
 
     @staticmethod
     def of(regions: Clocked | None, plain: Clocked | None, added: float, optimizer: float) -> Scale:
         """From a step that was run with regions, a plain one, or both, and the prices of what the regions add."""
         if regions is None:
             assert plain is not None
-            return Scale(1.0, plain.step + optimizer, "without regions", plain.spread)
+            return Scale(1.0, plain.step + optimizer, "without regions", plain.spread, plain.waited)
         without = regions.step - regions.replays - regions.regions if plain is None else plain.step
         more = max(regions.step - without, regions.replays)  # times are noisy, and replays are not free
         ran = "with these regions" if plain is None else "without regions and with those of the smallest peak"
-        spread = max(regions.spread, 0.0 if plain is None else plain.spread)
-        return Scale(more / added if added and more else 1.0, without + optimizer, ran, spread)
+        ways = [way for way in (regions, plain) if way is not None]
+        spread, waited = max(way.spread for way in ways), max(way.waited for way in ways)
+        return Scale(more / added if added and more else 1.0, without + optimizer, ran, spread, waited)
 
     def __str__(self) -> str:
-        busy = f" on a busy machine: its repeats differed by {self.spread:.0%}, so plan again on one that is idle"
-        noise = busy if self.spread > BUSY else ""
+        why = f"its repeats differed by {self.spread:.0%}" if self.spread > BUSY else ""
+        if self.waited > WAITING:
+            why = f"its threads waited for {self.waited:.0%} of the time, for one another or for other processes"
+        noise = why and f" on a busy machine: {why}, so plan again on one that is idle"
         return f"replays scaled by {self.replays:.2f} to match a step that was run {self.ran}{noise}"
 
     def __call__(self, costs: Costs) -> Costs:
@@ -137,6 +143,7 @@ def clock(
 ) -> Clocked:
     """Runs forward and backward of a copy of a model under a plan, once to warm up and then some times.
 
+    Long steps are run twice, the forwards to compare once; one that mostly waits for other processes is not run again.
     The model's tensors are on the device; of the arguments copies are used. `region` is the price of a region.
     """
     with generators_as_before(), torch.inference_mode(False), torch.enable_grad(), on(device):
@@ -148,18 +155,41 @@ def clock(
             return loss(model(*_fresh(args), **_fresh(kwargs)))
 
         both = (bare, same) if plan.choices else ()
-        found = [_step(same, both, forward, device)]  # warms up
-        while True:
-            spent, times = time.perf_counter() - began, len(found)
-            if times > 1 and (times > (TIMES if spent > ENOUGH else MOST_TIMES) or spent >= LONGEST):
-                break
-            steps = [sum(seconds[:2]) for seconds in found[1:][-TIMES:]]
-            if len(steps) == TIMES and max(steps) <= (1 + STEADY) * min(steps):
-                break
-            found.append(_step(same, both, forward, device))
-    forward_seconds, backward, replays, count, added = (min(times) for times in zip(*found[1:], strict=True))
-    steps = [sum(seconds[:2]) for seconds in found[1:]]
-    return Clocked(forward_seconds, backward, replays, max(0.0, added) + region * count, spread_of(steps))
+        found = [_step(same, (), forward, device)]  # warms up
+        while not _are_enough(found, time.perf_counter() - began):
+            cheap = len(found) == 1 or time.perf_counter() - began <= ENOUGH
+            found.append(_step(same, both if cheap else (), forward, device))
+    timed = found[1:] or found
+    forward_seconds, backward, replays = map(min, zip(*(step[:3] for step in timed), strict=True))
+    added = min((step.added for step in timed if step.added is not None), default=0.0)
+    regions = max(0.0, added) + region * timed[0].replayed
+    spread, waited = spread_of([step.whole for step in timed]), min(step.waited for step in timed)
+    return Clocked(forward_seconds, backward, replays, regions, spread, waited)
+
+
+class _Step(NamedTuple):
+    """Seconds of a step that was run, and the number of replays in it."""
+
+    forward: float
+    backward: float
+    replays: float
+    replayed: int
+    waited: float
+    added: float | None  # how far two forwards differ, where they were run
+
+    @property
+    def whole(self) -> float:
+        return self.forward + self.backward
+
+
+def _are_enough(found: Sequence[_Step], spent: float) -> bool:
+    """Whether no more steps are run after some, of which the first warms up."""
+    if spent > ENOUGH and (len(found) > FEW or found[-1].waited > WAITING):
+        return True
+    if len(found) > MOST_TIMES or (len(found) > 1 and spent >= LONGEST):
+        return True
+    steps = [step.whole for step in found[1:][-TIMES:]]
+    return len(steps) == TIMES and max(steps) <= (1 + STEADY) * min(steps)
 
 
 def spread_of(steps: Sequence[float]) -> float:
@@ -179,15 +209,16 @@ def _copy(model: nn.Module) -> nn.Module:
 
 def _step(
     model: nn.Module, both: Sequence[nn.Module], forward: Callable[[nn.Module], torch.Tensor], device: torch.device
-) -> tuple[float, float, float, int, float]:
-    """Seconds of a forward, its backward and the replays in that; their number; how far `both` forwards differ."""
+) -> _Step:
+    """Runs a forward and its backward, and `both` forwards to compare."""
     replays = Replays(device)
-    start = now(device)
+    ran, start = time.thread_time(), now(device)
     with observing(replays):
         value = forward(model)
     turn = now(device)
     value.backward()
-    end = now(device)
+    end, ran = now(device), time.thread_time() - ran
+    waited = max(0.0, 1 - ran / (end - start)) if device.type == "cpu" and end > start else 0.0
     del value
     model.zero_grad()
     moments = [now(device)]
@@ -196,7 +227,8 @@ def _step(
             forward(each)
         moments.append(now(device))
     without, with_regions = (b - a for a, b in pairwise(moments)) if both else (0.0, 0.0)
-    return turn - start, end - turn, replays.seconds(), replays.count, with_regions - without
+    added = with_regions - without if both else None
+    return _Step(turn - start, end - turn, replays.seconds(), replays.count, waited, added)
 
 
 def _dropped(_: object) -> Any:

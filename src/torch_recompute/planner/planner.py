@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from typing import Any
 
 from .. import errors
 from .._text import counted, doing
@@ -336,19 +337,20 @@ class Planner:
                 records[kind] = record(call.steps[0][0], partial(call.run, inputs), inputs)
             of = path if path in several else kind  # what is called several times has one choice for all its calls
             carries = partial(self._carries, path)
-            guessed.setdefault(of, []).extend(
-                guesses(records[kind], self._replayed, TRIED, self._host_seconds, carries)
-            )
-        for kind, first in firsts.items():
+            mine = guesses(records[kind], self._replayed, TRIED, self._host_seconds, carries)
+            guessed.setdefault(of, []).extend(mine)
+        best: dict[Any, list[tuple[Choice, ...]]] = {}
+        for kind, first in sorted(firsts.items(), key=lambda one: -self._kinds.count(one[0])):
             path, call, found = self.paths[first], captured.calls[first], records[kind]
             with captured.running():
                 plain = attempt(call, [], captured.pretend)
                 options = [self._option(plain, (), plain)]
-                ways_of = dict.fromkeys(guess.regions for guess in guessed[path if path in several else kind])
+                own = dict.fromkeys(guess.regions for guess in guessed[path if path in several else kind])
+                # A first layer, whose input needs no grad, tries what was best for the others.
+                ways_of = (path not in several and best.get(captured.likes[kind])) or [*own]
                 for number, regions in enumerate(ways_of, 1):
                     doing(f"trying choices for {path}", number, len(ways_of))
-                    tried = self._alone(path, call, regions)
-                    if tried is not None:
+                    if (tried := self._alone(path, call, regions)) is not None:
                         options.append(self._option(tried, regions, plain))
                 graph = replace(found.graph(self._replayed), backward_bytes=plain.at_once_bytes)
                 if self._link is not None:
@@ -359,7 +361,9 @@ class Planner:
                 if not self.step.ranks.fully_sharded:  # whose layers are gathered one by one
                     options += self._grouped(first, plain, found.kinds)
             ways[kind] = Kind(tuple(options) if path in several else undominated(options), graph)
-        return ways
+            kept = {option.regions for option in ways[kind].options}
+            best.setdefault(captured.likes[kind], [regions for regions in ways_of if regions in kept])
+        return {kind: ways[kind] for kind in firsts}
 
     def _carries(self, path: str, parts: Sequence[str]) -> bool:
         """Whether a region around some parts of the segment at a path carries decisions."""

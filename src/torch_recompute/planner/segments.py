@@ -57,6 +57,7 @@ class CapturedCall:
     paths: list[str] = field(default_factory=list[str])
     calls: list[SegmentCall] = field(default_factory=list[SegmentCall])
     kinds: list[str] = field(default_factory=list[str])  # segments of one kind are alike
+    likes: dict[str, Any] = field(default_factory=dict[str, Any])  # of kinds, what those share that ran the same
     chained: list[bool] = field(default_factory=list[bool])  # whether it is given the result of the one before
 
     @contextmanager
@@ -147,10 +148,12 @@ class _Capture:
         for path, call, ops, chained in self._seen:
             ((module, leaves, _spec),) = call.steps
             grads = tuple(isinstance(x, torch.Tensor) and x.requires_grad for x in (*leaves, *module.parameters()))
-            key = tuple(ops), grads, module.training, path if times[path] > 1 else ""
+            like = tuple(ops), grads[len(leaves) :], module.training, path if times[path] > 1 else ""
+            kind = str(numbers.setdefault((like, grads), len(numbers)))
             captured.paths.append(path)
             captured.calls.append(call)
-            captured.kinds.append(str(numbers.setdefault(key, len(numbers))))
+            captured.kinds.append(kind)
+            captured.likes[kind] = like
             captured.chained.append(chained and times[path] == 1)
 
 

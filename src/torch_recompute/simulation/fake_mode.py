@@ -26,6 +26,7 @@ from .._torch.fakes import (
     answer_for,
     converted,
     device_of,
+    failures_unlogged,
     flex_uncompiled,
     traced,
 )
@@ -78,6 +79,7 @@ class FakeMode(TorchDispatchMode):
     Attributes:
         assumed: What had to be assumed, in words, each once.
         graph_of_gradients: Whether a backward has been recorded for another one, as by `create_graph=True`.
+        failed_in: The path of the module in which an operation refused its arguments; None for none.
         capability: Of the CUDA device that is the target; None for none.
     """
 
@@ -90,6 +92,7 @@ class FakeMode(TorchDispatchMode):
         self._values, self._recipes = MadeUp(where), Recipes(fakes, target)
         self.assumed = self._values.assumed
         self.graph_of_gradients = False
+        self.failed_in: str | None = None
         self._seen: Seen | None = None
         self._taken: int | None = None  # of the present operation
         self.capability = capability_of(target)
@@ -100,6 +103,7 @@ class FakeMode(TorchDispatchMode):
         with ExitStack() as stack:
             stack.enter_context(generators_as_before())
             stack.enter_context(flex_uncompiled())
+            stack.enter_context(failures_unlogged())
             stack.enter_context(converted(lambda *found: errors.ArgumentError(_converts(self._where(), *found))))
             if self.capability is not None:
                 stack.enter_context(autocast_of_cuda())
@@ -221,6 +225,9 @@ class FakeMode(TorchDispatchMode):
             return self._recipes.result(func, args, kwargs)
         except NOT_FAKED as error:
             raise errors.RecomputeError(_cannot_simulate(str(func), self._where(), error)) from error
+        except (RuntimeError, IndexError):
+            self.failed_in = self._where()
+            raise
 
     def _with_reserve(self, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
         """The results of a recurrent layer, with what its kernel keeps for backward, which fakes have none of."""

@@ -295,13 +295,28 @@ class _SimulatedStep:
 
     def _make_gradients(self) -> None:
         """Runs a step that is not recorded, for the gradients that it leaves."""
-        args, kwargs = self._call
         with self._pretend, self._modules.following():
-            value, _ = _loss_of_copy(self._model(*args, **kwargs), self._step.loss)
+            value, _ = _loss_of_copy(self._forward(), self._step.loss)
             torch.clear_autocast_cache()
             self._backward(value)
         for leaf in _torch.tensors_in(self._call):
             leaf.grad = None
+
+    def _forward(self) -> Any:
+        """Calls the copy, and says where and with what if an operation refuses its arguments."""
+        args, kwargs = self._call
+        try:
+            return self._model(*args, **kwargs)
+        except (RuntimeError, IndexError) as error:
+            path = self._pretend.failed_in
+            if path is None or isinstance(error, errors.RecomputeError):
+                raise
+            given = [*map(errors.say, args), *(f"{name}={errors.say(value)}" for name, value in kwargs.items())]
+            raise errors.ArgumentError(
+                f"the forward of {type(self._step.model).__name__} fails when it is called with {', '.join(given)}"
+                f"{path and f', in {path}'}: {str(error).partition(chr(10))[0]}\n"
+                "  Pass a batch with which model(...) itself can be called."
+            ) from error
 
     def _track_what_is_there(self) -> int:
         """Counts the model, the batch and what cuBLAS keeps; returns the bytes of the batch."""
@@ -320,10 +335,9 @@ class _SimulatedStep:
     def _run(self) -> _Seen:
         """Runs forward, loss, backward and the optimizer's first step."""
         first, modules, hold_output = self._first, self._modules, self._step.loop.hold_output
-        args, kwargs = self._call
         with self._pretend, modules.following(), first:
             modules.step = "forward"
-            self._output = self._model(*args, **kwargs)
+            self._output = self._forward()
             returned = first.events
             modules.step = "loss"
             self._loss, name = _loss_of_copy(self._output, self._step.loss)
