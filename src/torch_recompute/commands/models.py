@@ -73,7 +73,8 @@ RANK_KINDS: Mapping[str, type] = {
 LAYERS = ("eager", "fused")
 LAYER_WORDS = (
     "how layers run: eager, as they are written (the default); or fused, with the kernels of Megatron-Core and Liger, "
-    "which keep less. fused+efficient-permutation: experts are given the router's weights before their last product"
+    "which keep less. fused+fp8: products keep their inputs in 8 bits; fused+efficient-permutation: experts are given "
+    "the router's weights before their last product"
 )
 STEP_WORDS = (
     *("model", "batch", "sequence", "dtype", "optimizer", "device", "layers"),
@@ -515,7 +516,7 @@ class AskedStep(TrainingStep):
         offload: See `make_plan`.
         notes: What is to be said of the model and its batch beside the figures.
         built_here: Whether the batch is made here too, and not by a function of the user.
-        layers: How its layers run; None for as they are written.
+        layers: The parts with fused kernels; None where layers run as they are written.
     """
 
     device: str | None = None
@@ -543,8 +544,8 @@ class AskedStep(TrainingStep):
         asked = getattr(args, "layers", None)
         if asked not in (None, LAYERS[0]) and device is None:
             raise errors.ArgumentError(
-                f"--layers {asked}: kernels that are not here are priced by a data sheet, and the seconds of "
-                f"{args.model}, which has weights, would be measured. Write the --device that is meant: --device h100."
+                f"--layers {asked}: its kernels are priced by a data sheet, and the seconds of {args.model}, which has "
+                "weights, would be measured. Write the --device that is meant, as --device h100."
             )
         layers = run_as(model, asked)
         if built_here and ranks.fully_sharded:
