@@ -42,9 +42,7 @@ def predicted(ranks: Ranks, schedule: str, plan: Plan) -> list[int]:
     step = TrainingStep(Net(), (batch,), loss=partial(loss_of, target=TARGET), ranks=ranks)
     stages = PipelineStages(step, PATHS, pipeline_of(ranks, schedule), torch.optim.AdamW, False, lambda op: 0.0)
     found = [PipelineRank(stages, number) for number in range(ranks.pp)]
-    return [
-        one.peak({stage: stages.stated(stage, plan, one.kinds) for stage in one.stages}).bytes for one in found
-    ]
+    return [one.peak({stage: stages.stated(stage, plan, one.kinds) for stage in one.stages}).bytes for one in found]
 
 
 def measured(ranks: Ranks, schedule: str, plan: Plan) -> tuple[int, int]:
@@ -52,7 +50,11 @@ def measured(ranks: Ranks, schedule: str, plan: Plan) -> tuple[int, int]:
     mesh = init_device_mesh("cpu", (ranks.pp, ranks.fsdp), mesh_dim_names=("pp", "shard"))
     number, cut = mesh.get_local_rank("pp"), pipeline_of(ranks, schedule)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if ranks.param_dtype else MixedPrecisionPolicy()
-    how: dict[str, Any] = {"mesh": mesh["shard"], "mp_policy": policy, "reshard_after_forward": not ranks.keeps_gathered}
+    how: dict[str, Any] = {
+        "mesh": mesh["shard"],
+        "mp_policy": policy,
+        "reshard_after_forward": not ranks.keeps_gathered,
+    }
     chunks = nn.ModuleDict()
     for stage in range(number, len(cut.bounds), ranks.pp):
         layers = range(*cut.bounds[stage])
@@ -62,7 +64,9 @@ def measured(ranks: Ranks, schedule: str, plan: Plan) -> tuple[int, int]:
             fully_shard(layer, **how)
         fully_shard(chunk, **how)
     group = mesh.get_group("pp")
-    stages = [PipelineStage(one, int(n), len(cut.bounds), torch.device("cpu"), group=group) for n, one in chunks.items()]
+    stages = [
+        PipelineStage(one, int(n), len(cut.bounds), torch.device("cpu"), group=group) for n, one in chunks.items()
+    ]
     make = getattr(schedules, f"Schedule{schedule}")
     pipeline = make(stages if ranks.vpp > 1 else stages[0], MICROBATCHES, loss_fn=loss_of)
     ids = torch.randint(CLASSES, (MICROBATCHES, ROWS))

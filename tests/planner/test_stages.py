@@ -190,7 +190,9 @@ def test_every_layout_has_a_plan_or_a_sentence(layers: int) -> None:
     costs = Costs({"a": Kind(options)}, tuple(Segment(f"layers.{i}", "a", 0, 0) for i in range(layers)))
     profile = SimpleNamespace(costs=costs)
     for pp, vpp in product(range(2, 6), range(1, 5)):
-        known = SimpleNamespace(profile=profile, known=Known(), step=SimpleNamespace(ranks=Ranks()), paths=[], price=lambda op: 0.0)
+        known = SimpleNamespace(
+            profile=profile, known=Known(), step=SimpleNamespace(ranks=Ranks()), paths=[], price=lambda op: 0.0
+        )
         pipeline = Layout(Ranks(pp=pp, vpp=vpp)).pipeline(layers)
         for rank in Imagined(known, pipeline, None, megatron=True).ranks:  # type: ignore[arg-type]
             seconds: list[float] = []

@@ -443,7 +443,9 @@ class ShardedStages(_Fsdp):
         parts = {id(part) for layer in layers for part in layer.modules()}
         for unit in self.units:
             unit.active = unit is self.root or id(unit.module) in parts
-        others = (weight for number, weight in enumerate(self.root.all_weights) if own is not None and number not in own)
+        others = (
+            weight for number, weight in enumerate(self.root.all_weights) if own is not None and number not in own
+        )
         self._elsewhere = frozenset(map(id, others))
 
     def _running(self) -> Iterator[_Weight]:

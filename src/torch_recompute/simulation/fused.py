@@ -89,8 +89,17 @@ def _allocated(
     ]
 
 
+_library.define("moves(Tensor(a!)[] tensors) -> ()")
+_library.impl("moves", lambda tensors: None, "CompositeExplicitAutograd")
 _library.impl("kernel", _allocated, "CompositeExplicitAutograd")
 _kernel: Any = torch.ops.torch_recompute.kernel.default
+
+
+def moved(given: Sequence[Any]) -> None:
+    """Runs a kernel that reads or writes each of some tensors, and makes none."""
+    tensors = list({id(x): x for x in given if isinstance(x, torch.Tensor)}.values())
+    if tensors:
+        torch.ops.torch_recompute.moves.default(tensors)
 
 
 class Dense(NamedTuple):
