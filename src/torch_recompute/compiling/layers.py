@@ -155,9 +155,10 @@ def _traced(
     try:
         run = graph_on_fakes(flat, tensors, moved)
     except Exception as error:
+        said = (str(error).strip().splitlines() or [""])[0].rstrip(".")
         raise errors.ArgumentError(
-            f"--layers compiled: {kind.__name__} cannot be compiled as one graph: {type(error).__name__}: "
-            f"{(str(error).strip().splitlines() or [''])[0]} Write --layers eager or fused."
+            f"--layers compiled: {kind.__name__} cannot be compiled as one graph: {type(error).__name__}: {said}. Write "
+            "--layers eager or fused."
         ) from error
 
     def call(given: Sequence[torch.Tensor]) -> Any:
