@@ -600,6 +600,8 @@ def _plan_ranks(args: argparse.Namespace, layout: Layout, output: Output) -> int
         return _show_rank_peaks(asked)
     if args.longest or args.largest_batch:
         return _find_longest_on_ranks(asked)
+    if args.budget is not None:
+        _check_rank_states(asked)
     with output.at_work(f"profiling {args.model} on {layout}"):
         planner = asked.ranks(LayoutPlanner)
     if args.frontier:
@@ -615,6 +617,27 @@ def _plan_ranks(args: argparse.Namespace, layout: Layout, output: Output) -> int
         for plan in plans:
             out.write_plan(args.out.with_name(f"{args.out.stem}-rank{plan.rank}{args.out.suffix}"), plan.plan)
     return asked.give(_ranks_as_data(layout, plans), lambda console: _print_ranks(console, layout, plans))
+
+
+def _check_rank_states(asked: _OnRanks) -> None:
+    """Refuses a budget that is below what a rank of a pipeline holds of weights, gradients and states on average."""
+    wanted, ranks, word = read_budget(asked.args.budget), asked.layout.ranks, asked.args.optimizer
+    if wanted.bytes is None or ranks.shares_experts:
+        return
+    shared = states_of(asked.model.parameters(), OPTIMIZERS[word] if ranks.fully_sharded else None)
+    if word == "adamw" and not ranks.fully_sharded:  # Megatron's: two moments, and a copy of weights of 16 bits
+        each = (weight for weight in asked.model.parameters() if weight.requires_grad)
+        shared["states"] = sum(w.numel() * (8 + 4 * (w.itemsize < 4)) for w in each) // ranks.state_shards
+    least = shared.total() // (ranks.tp * ranks.pp * ranks.shards)
+    if wanted.bytes < least:
+        raise errors.BudgetError(
+            f"budget={wanted.said} is too small for what a rank of {ranks} holds of {asked.args.model} whatever is "
+            f"recomputed: weights, gradients and states are {errors.size(least, up=True)} ({least} bytes) on average. "
+            "No plan lowers these.\n"
+            "  Write a budget above them, or more ranks of --tp, --pp, or those that share states (--dp, --fsdp).",
+            least,
+            None,
+        )
 
 
 def _ranks_as_data(layout: Layout, plans: Sequence[RankPlan]) -> dict[str, Any]:
