@@ -194,7 +194,7 @@ def test_it_needs_no_more_than_was_asked_for(monkeypatch: pytest.MonkeyPatch) ->
     assert plan.prediction is not None
     assert len(peaks) == 1
     assert peaks[0] <= plan.prediction.budget_bytes + ids.nbytes < made.plain.peak_bytes  # and a copy of the batch
-    assert "as in a step that was run with these regions" in plan.prediction.timing
+    assert "to match a step that was run with these regions" in plan.prediction.timing
     assert plan.prediction.timing in str(plan)
     assert plan.prediction.step_seconds > plan.prediction.plain_step_seconds > 0
     assert Plan.from_json(plan.to_json()) == plan
