@@ -7,13 +7,14 @@ pipeline parallel 4 with 5 chunks, data parallel 2, microbatches of one sequence
 here: each rank's microbatch is simulated, in bfloat16, and what the schedule has in flight is counted. The number of
 microbatches is not published; from 8 on it makes no difference to the peak.
 
-Two layers are predicted. "eager" is that of transformers, whose operations keep what autograd keeps of each. "fused" is
-Megatron's: the same peak, less what an eager layer keeps beyond the terms of `FUSED`, in each microbatch in flight.
+Two layers are predicted: those of transformers ("eager"), and with the kernels of Megatron-Core and products that keep
+their inputs in 8 bits ("fused"), which is `torch-recompute plan llama3-70b --layers fused+fp8`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from _measure import arguments, finish
@@ -27,23 +28,12 @@ from torch_recompute.planner.ops import Op, metas
 from torch_recompute.planner.pipeline import RankPlanner
 from torch_recompute.planner.rank_memory import RankPeak
 from torch_recompute.planner.stage_runs import StageRun
+from torch_recompute.simulation.fused import FP8, fuse
 
 LAYOUT = Layout(Ranks(tp=4, pp=4, vpp=5, dp=2, sequence_parallel=True), batch=32)
-TOKENS, WIDTH, WIDE, QUERIES, KEYS = 4096, 8192, 28_672, 8192, 1024
+TOKENS, WIDTH, WIDE = 4096, 8192, 28_672
 GB = 1000**3
 PRICE = DEVICES["h100"]
-
-# What a layer keeps per token, before it is divided by the ranks of the tensor-parallel group, with norms, rotary
-# embeddings and SwiGLU fused, products in FP8 and everything else in 16 bits.
-FUSED_ATTENTION = {
-    "the layer's input": 2 * WIDTH,
-    "the first norm, for the product after it": WIDTH,
-    "queries, keys and values": 2 * (QUERIES + 2 * KEYS),
-    "the attention's result, and that for the product after it": 2 * QUERIES + QUERIES,
-    "the residual": 2 * WIDTH,
-    "the second norm, for the product after it": WIDTH,
-}
-FUSED_MLP = {"gate and up": 2 * 2 * WIDE, "their product, for the product after it": WIDE}
 
 # TFLOP/s of a device, and GB; the recipe's own figure is 709.93 TFLOP/s.
 GOLDEN = 709.93
@@ -76,16 +66,17 @@ class Predicted:
 def main() -> None:
     """Prints each rank with nothing and with every MLP recomputed, and the published runs."""
     options = arguments(__doc__ or "")
-    planner = LayoutPlanner(load("llama3-70b").model, "llama3-70b", LAYOUT, TOKENS, "adamw", "h100")
-    print(f"{LAYOUT}\npeak in GB, eager (fused), and time of a microbatch")
+    eager, fused = load("llama3-70b").model, load("llama3-70b").model
+    print(f"{LAYOUT}\nlayers {fuse(fused, [FP8])}\npeak in GB, eager (fused), and time of a microbatch of eager layers")
+    planners = [LayoutPlanner(model, "llama3-70b", LAYOUT, TOKENS, "adamw", "h100") for model in (eager, fused)]
     figures: list[dict[str, Any]] = []
-    for rank in planner.pipeline.ranks:
-        if rank.number == 2:
+    for ranks in zip(*(planner.pipeline.ranks for planner in planners), strict=True):
+        if ranks[0].number == 2:
             continue  # it holds as many layers as rank 1, and fewer microbatches
-        said = one(planner, rank)
+        said = one(planners, ranks)
         figures.append(said)
         print(
-            f"  rank {rank.number}: {said['in_flight']} x 4 layers in flight; nothing recomputed "
+            f"  rank {said['rank']}: {said['in_flight']} x 4 layers in flight; nothing recomputed "
             f"{said['plain'] / GB:.1f} ({said['plain_fused'] / GB:.1f}), every MLP {said['mlp'] / GB:.1f} "
             f"({said['mlp_fused'] / GB:.1f}), so {said['saved'] / GB:.1f} ({said['saved_fused'] / GB:.1f}) less; "
             f"{1000 * said['plain_seconds']:.0f} ms, {said['cost']:+.1%} without the MLP's last product, "
@@ -115,33 +106,24 @@ def main() -> None:
     finish(options, figures, all(abs(off) <= 0.1 for off in far.values()))
 
 
-def one(planner: LayoutPlanner, rank: RankPlanner) -> dict[str, Any]:
-    """The figures of one rank."""
-    layers = [segment.path for stage in rank.stages for segment in planner.pipeline.segments(stage)]
-    mlps = Plan(tuple(Choice((f"{path}.mlp",)) for path in layers))
-    plain, mlp = Predicted(planner, rank, Plan()), Predicted(planner, rank, mlps)
-    step, peak, least = plain.peak.step, plain.peak.bytes, mlp.peak.bytes
-    assert step is not None
-    held, each = sum(step.live(stage) for stage in rank.stages), len(layers) // len(rank.stages)
-    alive, share = held * each, TOKENS // LAYOUT.ranks.tp
-    attention, whole_mlp = (share * sum(terms.values()) for terms in (FUSED_ATTENTION, FUSED_MLP))
-    eager, eager_mlp = plain.layer_bytes, mlp.layer_bytes
-    down = max(PRICE(op) for op in plain.ran if _is_down(op)) * len(layers)
-    seconds = plain.seconds
-    return {
-        "rank": rank.number,
-        "in_flight": held,
-        "layer_bytes": {"eager": eager, "eager_mlp": eager - eager_mlp, "fused": attention + whole_mlp},
-        "plain": peak,
-        "plain_fused": peak - alive * (eager - attention - whole_mlp),
-        "mlp": least,
-        "mlp_fused": least - alive * (eager_mlp - attention),
-        "saved": peak - least,
-        "saved_fused": alive * whole_mlp,
-        "plain_seconds": seconds,
-        "cost": mlp.seconds / seconds - 1,
-        "cost_whole": (mlp.seconds + down) / seconds - 1,
-    }
+def one(planners: Sequence[LayoutPlanner], ranks: Sequence[RankPlanner]) -> dict[str, Any]:
+    """The figures of one rank, with eager layers and with fused ones."""
+    figures: dict[str, Any] = {"rank": ranks[0].number, "layer_bytes": {}}
+    for word, suffix, planner, rank in zip(("eager", "fused"), ("", "_fused"), planners, ranks, strict=True):
+        layers = [segment.path for stage in rank.stages for segment in planner.pipeline.segments(stage)]
+        mlps = Plan(tuple(Choice((f"{path}.mlp",)) for path in layers))
+        plain, mlp = Predicted(planner, rank, Plan()), Predicted(planner, rank, mlps)
+        figures["layer_bytes"] |= {word: plain.layer_bytes, f"{word}_mlp": plain.layer_bytes - mlp.layer_bytes}
+        peak, least = plain.peak.bytes, mlp.peak.bytes
+        figures |= {f"plain{suffix}": peak, f"mlp{suffix}": least, f"saved{suffix}": peak - least}
+        if word == "eager":
+            step, seconds = plain.peak.step, plain.seconds
+            assert step is not None
+            down = max(PRICE(op) for op in plain.ran if _is_down(op)) * len(layers)
+            whole = (mlp.seconds + down) / seconds - 1
+            figures |= {"plain_seconds": seconds, "cost": mlp.seconds / seconds - 1, "cost_whole": whole}
+            figures["in_flight"] = sum(step.live(stage) for stage in rank.stages)
+    return figures
 
 
 def _is_down(op: Op) -> bool:

@@ -398,7 +398,8 @@ def test_layers_with_fused_kernels(llama: str, capsys: pytest.CaptureFixture[str
     assert cli.main(["plan", *argv, "--layers", "fused"]) == cli.OK
     assert "layers fused (3 LlamaAttention" in capsys.readouterr().out.splitlines()[0]
 
-    ranks = llama, "--tp", "2", "--pp", "3", "--sequence", "64", "--budget", "100%"
+    Path(llama).write_text(json.dumps({**LLAMA, "num_key_value_heads": 2}))
+    ranks = llama, "--tp", "2", "--pp", "3", "--sequence", "64", "--budget", "1GiB"
     found = [document(capsys, *ranks, *more) for more in ((), ("--layers", "fused"))]
     assert found[1]["layers"] == fused["layers"]
     for before, after in zip(*(one["ranks"] for one in found), strict=True):

@@ -328,6 +328,18 @@ def test_weights_before_the_last_product_free_its_result() -> None:
     assert later - early == TOKENS * CHOSEN * WIDTH * 2
 
 
+def test_products_in_8_bits_keep_a_byte_of_each_input() -> None:
+    """Of what only products keep half is left; the result of attention, which it keeps too, is there once more."""
+    halves = {"dense": WIDTH + WIDTH + 96, "GQA and MoE": WIDTH + CHOSEN * (WIDTH + INNER)}
+    for name, half in halves.items():
+        models = built(name), built(name)
+        fuse(models[0])
+        fuse(models[1], ["fp8"])
+        wide, narrow = (kept(simulated(model)) for model in models)
+        assert wide - narrow == TOKENS * (half - WIDTH), name
+        assert kept(simulated(models[1], "full")) == kept(simulated(models[0], "full"))
+
+
 def test_parts_without_a_kernel_are_named() -> None:
     """A part that the table does not know is left as it is, with its class, and a model without a known one refused."""
     model = built("GQA and MoE")

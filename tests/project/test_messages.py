@@ -87,6 +87,7 @@ from torch_recompute.commands import verify as verify_command
 from torch_recompute.commands.trials import DONE, Record, Setting, Workload
 from torch_recompute.compat import deepspeed, megatron, paddle
 from torch_recompute.compiling import Partition
+from torch_recompute.compiling.layers import CompiledLayers, compile_layers
 from torch_recompute.devices import Roofline
 from torch_recompute.distributed import (
     RngStreams,
@@ -113,10 +114,12 @@ from torch_recompute.planner.layout import Layout, LayoutPlanner, RankPlan
 from torch_recompute.planner.schedules import Action, orders_named, orders_of, schedule_steps
 from torch_recompute.planner.solve import choose
 from torch_recompute.planner.tensor_parallel import divided, rank_model
+from torch_recompute.simulation import simulate_step
 from torch_recompute.simulation.copies import Faker
 from torch_recompute.simulation.ring import over_ring
 from torch_recompute.stores import bandwidth, host
 from torch_recompute.stores.transfers import Direct, TransferQueue
+from torch_recompute.training_step import TrainingStep
 
 
 def no_group() -> ShardedOver:
@@ -935,6 +938,23 @@ def on_its_own_device(*options: str) -> None:
         plans("here:small_stack", "--budget", "2KiB", *options)
 
 
+def compiled_in_parts() -> None:
+    class Reading(torch.nn.Module):
+        """A layer whose graph depends on a value."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = torch.nn.Linear(8, 8, device="meta"), torch.nn.Linear(8, 8, device="meta")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(self.up(x)) * x.sum().item()
+
+    model = torch.nn.Sequential(Reading(), Reading())
+    compile_layers(model, Ranks())
+    batch = torch.ones(2, 8, device="meta")
+    simulate_step(TrainingStep(model, (batch,), {}, torch.sum, device="h100"))
+
+
 class OverFull:
     """Planned ranks of which none fits."""
 
@@ -1347,6 +1367,10 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: plans("gpt2", "--budget", "1GiB", "--layers", "eager+efficient-permutation"),
     lambda: too_little_on_a_command_line("--layers", "fused"),
     lambda: on_its_own_device("--layers", "fused"),
+    lambda: compile_layers(torch.nn.Linear(2, 2), Ranks()),
+    lambda: compile_layers(torch.nn.Linear(2, 2), Ranks(tp=2)),
+    lambda: CompiledLayers({}, frozenset()).check({"mlp": Plan((Choice(("0.mlp",)),))}),
+    lambda: compiled_in_parts(),
     lambda: Layout(Ranks(dp=2), mbs=3, batch=8),
     lambda: Layout(Ranks(pp=4, vpp=2), batch=6),
     lambda: Layout(Ranks(pp=4, vpp=2)).pipeline(6),

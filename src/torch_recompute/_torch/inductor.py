@@ -13,7 +13,7 @@ import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from types import FunctionType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 from unittest import mock
 
 import torch
@@ -168,6 +168,21 @@ class _Kernels:
         """Waits for kernels that are compiled in processes of their own; here for none."""
 
 
+def _under(modes: Sequence[Any], code: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Code under dispatch modes, as far as they are not active where it is called."""
+
+    def run(args: list[Any]) -> Any:
+        with ExitStack() as stack:
+            active = _active_modes()
+            for mode in modes:
+                if mode not in active:
+                    stack.enter_context(mode)
+            return code(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
 def on_fakes(
     function: Callable[..., Any], options: dict[str, Any], kernel: Callable[[Sequence[Any]], object]
 ) -> Callable[..., Any]:
@@ -188,18 +203,7 @@ def on_fakes(
         return function(*args, **kwargs)
 
     def compiled(graph: fx.GraphModule, given: Any, **more: Any) -> Callable[[list[Any]], Any]:
-        code = generated(graph, bool(more.get("is_backward")), kernel)
-
-        def run(args: list[Any]) -> Any:
-            with ExitStack() as stack:
-                active = _active_modes()
-                for mode in modes:
-                    if mode not in active:
-                        stack.enter_context(mode)
-                return code(args)
-
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
+        return _under(modes, generated(graph, bool(more.get("is_backward")), kernel))
 
     def backend(graph: fx.GraphModule, given: Any) -> Any:
         return compile_fx(graph, given, inner_compile=compiled, config_patches=options)  # type: ignore[arg-type]
@@ -213,5 +217,52 @@ def on_fakes(
         # A cached graph has kernels.
         with no_modes(), functorch.patch(enable_autograd_cache=False):
             return compile_it(*args, **kwargs)
+
+    return run
+
+
+def graph_on_fakes(
+    function: Callable[..., Any], given: Sequence[torch.Tensor], kernel: Callable[[Sequence[Any]], object]
+) -> Callable[..., Any]:
+    """A function of tensors as AOTAutograd and inductor compile it, except for the kernels, to be called with fakes.
+
+    It is traced here, once; torch's partitioner says what its backward keeps. Its operations are shown to the dispatch
+    modes that are active where it is called.
+
+    Args:
+        function: From tensors to a list of tensors.
+        given: Fake tensors of the layouts that it will be called with.
+        kernel: Called with the arguments of each kernel that would run.
+
+    Raises:
+        Exception: Whatever a compiler may raise.
+    """
+    from torch._functorch.aot_autograd import aot_function
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    modes: list[Any] = [cast("Any", given[0]).fake_mode]  # while it is traced, nobody is shown what runs
+
+    def compiler(backward: bool) -> Callable[..., Any]:
+        def compiled(graph: fx.GraphModule, _: Any) -> Callable[[list[Any]], Any]:
+            return _under(modes, generated(graph, backward, kernel))
+
+        return compiled
+
+    made: Any = aot_function(
+        function,
+        compiler(False),
+        compiler(True),
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )
+    plain = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)  # and not those of a region around it
+    with no_modes(), functorch.patch(enable_autograd_cache=False, donated_buffer=False), plain:
+        made(*(x.detach().requires_grad_(x.requires_grad) for x in given))
+
+    def run(*args: torch.Tensor) -> Any:
+        modes[:] = _active_modes()
+        with functorch.patch(enable_autograd_cache=False, donated_buffer=False):
+            return made(*args)
 
     return run

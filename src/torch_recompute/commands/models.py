@@ -31,6 +31,7 @@ import torch
 from torch import nn
 
 from .. import _torch, errors
+from ..compiling.layers import CompiledLayers, compile_layers
 from ..devices import DEVICES, Device, connected
 from ..memory.batch import ExampleCall, call_of
 from ..memory.budget import Limit
@@ -71,10 +72,12 @@ RANK_KINDS: Mapping[str, type] = {
     "reduce_dtype": str,
 }
 """The other options of ranks."""
-LAYERS = ("eager", "fused")
+LAYERS = ("eager", "fused", "compiled")
+HowLayersRun = FusedLayers | CompiledLayers | None
 LAYER_WORDS = (
-    "how layers run: eager, as they are written (the default); or fused, with the kernels of Megatron-Core and Liger, "
-    "which keep less. fused+efficient-permutation: experts are given the router's weights before their last product"
+    "how layers run: eager, as they are written (the default); compiled, one by one, by torch.compile; or fused, with "
+    "the kernels of Megatron-Core and Liger. fused+fp8: products keep their inputs in 8 bits; "
+    "fused+efficient-permutation: experts are given the router's weights before their last product"
 )
 STEP_WORDS = (
     *("model", "batch", "sequence", "dtype", "optimizer", "device", "layers"),
@@ -126,7 +129,7 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_as(model: nn.Module, layers: str | None) -> FusedLayers | None:
+def run_as(model: nn.Module, layers: str | None, ranks: Ranks) -> HowLayersRun:
     """Gives the layers of a model the kernels that `--layers` asks for; None for layers as they are written.
 
     Raises:
@@ -140,6 +143,8 @@ def run_as(model: nn.Module, layers: str | None) -> FusedLayers | None:
             f"--layers is {layers!r}; expected {', '.join(LAYERS)}, or fused with options, as "
             f"{' or '.join(f'fused+{word}' for word in OPTIONS)}{f'; close to it: {near[0]}' if near else ''}."
         )
+    if how == "compiled":
+        return compile_layers(model, ranks)
     return fuse(model, options, f"--layers {layers}") if how == "fused" else None
 
 
@@ -169,6 +174,12 @@ def _two_speeds(word: str) -> tuple[float, float]:
             "as 450,50."
         )
     return link, network
+
+
+def check_regions(layers: HowLayersRun, plans: Mapping[str, Plan]) -> None:
+    """Refuses configurations, by name, that layers cannot have as they run."""
+    if isinstance(layers, CompiledLayers):
+        layers.check(plans)
 
 
 def add_loop_options(parser: argparse.ArgumentParser) -> None:
@@ -545,7 +556,7 @@ class AskedStep(TrainingStep):
         offload: See `make_plan`.
         notes: What is to be said of the model and its batch beside the figures.
         built_here: Whether the batch is made here too, and not by a function of the user.
-        layers: How its layers run; None for as they are written.
+        layers: The parts with fused kernels, or the compiled layers; None where layers run as they are written.
         again: Builds it for other ranks.
     """
 
@@ -554,7 +565,7 @@ class AskedStep(TrainingStep):
     offload: bool | str = False
     notes: tuple[str, ...] = ()
     built_here: bool = False
-    layers: FusedLayers | None = None
+    layers: HowLayersRun = None
     again: Callable[[Ranks], AskedStep] | None = None
 
     @staticmethod
@@ -580,10 +591,10 @@ class AskedStep(TrainingStep):
         asked = getattr(args, "layers", None)
         if asked not in (None, LAYERS[0]) and device is None:
             raise errors.ArgumentError(
-                f"--layers {asked}: kernels that are not here are priced by a data sheet, and the seconds of "
-                f"{args.model}, which has weights, would be measured. Write the --device that is meant: --device h100."
+                f"--layers {asked}: its kernels are priced by a data sheet, and the seconds of {args.model}, which has "
+                "weights, would be measured. Write the --device that is meant, as --device h100."
             )
-        layers = run_as(model, asked)
+        layers = run_as(model, asked, ranks)
         if built_here and ranks.fully_sharded:
             if ranks.tp * ranks.cp > 1:
                 model, _, batch = one_rank(model, args.model, ranks, args.mbs or 1, call[1]["input_ids"].shape[1])
@@ -627,7 +638,7 @@ class AskedStep(TrainingStep):
         }
 
 
-def layers_as_data(layers: FusedLayers | None) -> dict[str, Any]:
+def layers_as_data(layers: HowLayersRun) -> dict[str, Any]:
     """Returns how layers run as plain data."""
     return {"run": LAYERS[0]} if layers is None else layers.as_data()
 

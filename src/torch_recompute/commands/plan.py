@@ -351,6 +351,7 @@ def _show_peaks(args: argparse.Namespace, output: Output) -> int:
     with output.at_work(f"building {args.model}"):
         step = AskedStep.asked(args)
     plans = configurations("--recompute", args.recompute, step)
+    models.check_regions(step.layers, plans)
     with models.autocasting(step.model, args.autocast), output.at_work(f"simulating {step}"):
         found = peaks_of(step, plans)
 
@@ -561,7 +562,7 @@ class _OnRanks:
         if layout.ranks.fully_sharded:
             self.layout = replace(layout, ranks=models.mixed_precision(self.model, args, layout.ranks))
         self.tokens = int(batch["input_ids"].shape[1])
-        self.layers = models.run_as(self.model, args.layers)
+        self.layers = models.run_as(self.model, args.layers, layout.ranks)
         self.notes = *models.notes_on(self.model, args.model, batch), *(self.layers.notes if self.layers else ())
 
     def ranks(self, kind: type[Ranked], *, tokens: int | None = None, mbs: int | None = None) -> Ranked:
@@ -629,6 +630,7 @@ def _show_rank_peaks(asked: _OnRanks) -> int:
     """Shows the peaks of the configurations of `--recompute` on the rank that needs the most."""
     ranks = asked.ranks(LayoutRanks)
     plans = configurations("--recompute", asked.args.recompute, ranks.step)
+    models.check_regions(asked.layers, plans)
     with asked.output.at_work(f"simulating {asked.args.model} on {asked.layout}"):
         found = [ConfiguredLayout(name, asked.layout, ranks.under(plan)) for name, plan in plans.items()]
 

@@ -194,7 +194,7 @@ def _step(args: argparse.Namespace) -> argparse.Namespace:
                 "step."
             )
         known: dict[str, Any] = {"dtype": DTYPES, "optimizer": OPTIMIZERS, "device": (*DEVICES, "cpu")}
-        kinds = {"model": str, **dict.fromkeys(("batch", "sequence", *RANK_WORDS), int), **RANK_KINDS}
+        kinds = {"model": str, "layers": str, **dict.fromkeys(("batch", "sequence", *RANK_WORDS), int), **RANK_KINDS}
         for name, word in words.items():
             if not (word in known[name] if name in known else type(word) is kinds.get(name)):
                 raise errors.ArgumentError(

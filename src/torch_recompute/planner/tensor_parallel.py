@@ -39,6 +39,7 @@ from .._torch.ranks import functional
 from ..plan.calls import declare_product
 from ..plan.ranks import Ranks, those_that_fit
 from ..plan.units import find_units
+from ..simulation.fused import in_8_bits, keeps_8_bits, out_of_8_bits
 
 WIDTHS = (
     "num_attention_heads",
@@ -242,14 +243,16 @@ def _part(module: nn.Module, size: int, enter: _Moves | None, leave: _Moves, /, 
 def _column(module: Any, size: int, first: bool, /, x: torch.Tensor) -> torch.Tensor:
     """The forward of a product that may be given a deferred gather; the `first` pays for it."""
     if x.dim() == 3 and x.shape[1] > 1 and x.stride(1) == 0:
-        return gathered_linear(x, module.weight, module.bias, size, first)
+        kept = _deferred(in_8_bits(x, partial(_own, size=size)), size) if keeps_8_bits(module) else x
+        return gathered_linear(x, kept, module.weight, module.bias, size, first)
     return type(module).forward(module, x)
 
 
 def _head(module: Any, size: int, sequence: bool, /, x: torch.Tensor) -> torch.Tensor:
     """The forward of the product that makes the logits, of which each rank has its share of the vocabulary."""
     if sequence:
-        return gathered_linear(_defer(x, size), module.weight, module.bias, size, True)
+        deferred = _defer(x, size)
+        return gathered_linear(deferred, deferred, module.weight, module.bias, size, True)
     return F.linear(_enter(x, size), module.weight, module.bias)
 
 
@@ -303,21 +306,21 @@ _scatter = _through(_scattered, lambda grad, size: _gathered(grad.contiguous(), 
 class _GatheredLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, size: int, first: bool
+        ctx: Any, x: torch.Tensor, kept: Any, weight: torch.Tensor, bias: torch.Tensor | None, size: int, first: bool
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(kept, weight)
         ctx.size, ctx.first, ctx.bias = size, first, bias is not None
         return F.linear(_all_tokens(x, size, first), weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        x, weight = ctx.saved_tensors
+        kept, weight = ctx.saved_tensors
         grad = grads[0]
-        full = _all_tokens(x, ctx.size, ctx.first).flatten(0, 1)
+        full = out_of_8_bits(_all_tokens(kept, ctx.size, ctx.first), grad.dtype).flatten(0, 1)
         flat = grad.flatten(0, 1)
         of_x = grad @ weight if ctx.needs_input_grad[0] else None
-        of_weight = flat.t() @ full if ctx.needs_input_grad[1] else None
-        return of_x, of_weight, flat.sum(0) if ctx.bias else None, None, None
+        of_weight = flat.t() @ full if ctx.needs_input_grad[2] else None
+        return of_x, None, of_weight, flat.sum(0) if ctx.bias else None, None, None
 
 
 def _all_tokens(x: torch.Tensor, size: int, first: bool) -> torch.Tensor:
@@ -325,20 +328,27 @@ def _all_tokens(x: torch.Tensor, size: int, first: bool) -> torch.Tensor:
     batch, tokens, width = x.shape
     if not first:
         return x.new_empty(batch, tokens, width)
+    return _gathered(_own(x, size), size)
+
+
+def _own(x: torch.Tensor, size: int) -> torch.Tensor:
+    """This rank's share of the tokens."""
+    batch, tokens, width = x.shape
     own = tokens // size
-    return _gathered(x.as_strided((batch, own, width), (own * width, width, 1)), size)
+    return x.as_strided((batch, own, width), (own * width, width, 1))
 
 
 def gathered_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, size: int, first: bool
+    x: torch.Tensor, kept: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, size: int, first: bool
 ) -> torch.Tensor:
     """A product of a deferred gather (batch, tokens, width) with a slice of a weight (outputs, width).
 
-    A plan may keep its result as that of any product. The `first` of several products pays for the gather.
+    A plan may keep its result as that of any product. The `first` of several products pays for the gather. Backward
+    gathers what is `kept`, which is `x`, or a copy of it in 8 bits.
     """
     if has_torch_function((x, weight)):
-        return handle_torch_function(gathered_linear, (x, weight), x, weight, bias, size, first)
-    return _GatheredLinear.apply(x, weight, bias, size, first)  # pyright: ignore[reportReturnType]
+        return handle_torch_function(gathered_linear, (x, weight), x, kept, weight, bias, size, first)
+    return _GatheredLinear.apply(x, kept, weight, bias, size, first)  # pyright: ignore[reportReturnType]
 
 
 declare_product(gathered_linear)

@@ -51,6 +51,7 @@ class AsOnCuda(TorchFunctionMode):
 
     def __init__(self, capability: tuple[int, int]) -> None:
         super().__init__()
+        self.capability = capability
         self._ways = {**_WAYS, F.scaled_dot_product_attention: partial(_attention, capability)}
 
     def __torch_function__(

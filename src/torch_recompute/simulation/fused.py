@@ -13,14 +13,14 @@ these kernels. The parts keep their paths, so all labels, regions, ranks and col
     router           logits and scores in 32 bits, and of each choice its weight and its expert
     permutation      tokens in the order of their experts, and back: where each row has come from
     weighting        the router's weights times what experts return: both
-    product          its input and its weights; grouped by experts also where the rows of each end
+    product          its input, with `fp8` in 8 bits, and its weights; grouped by experts also where each one's rows end
     residual         nothing: a sum needs nothing of what it adds
 
-Sources: Transformer Engine (`LayerNormLinear`, `fused_topk_with_score_function`, `moe_permute`), Megatron-Core's
-`bias_swiglu_impl`, `fused_apply_rotary_pos_emb` and `MLASelfAttention`, Liger's RMSNorm, rope and SwiGLU. Where they
-differ, the fewest bytes are taken: queries, keys and values of Megatron may share one tensor, of which the values keep
-all; they are counted by themselves, as after Liger's products. With `efficient-permutation` experts are given the
-router's weights with the activation, before their last product, as newer Megatron-Core does: its result is freed.
+Sources: Transformer Engine (its LayerNormLinear, fused router and permutation), Megatron-Core (its fused SwiGLU and
+rope, and the queries, keys and values of its MLA), Liger's RMSNorm, rope and SwiGLU. Where they differ, the fewest
+bytes are taken: queries, keys and values of Megatron may share one tensor, of which the values keep all; they are
+counted by themselves, as after Liger's products. With `efficient-permutation` experts are given the router's weights
+with the activation, before their last product, as newer Megatron-Core does: its result is freed.
 
 A kernel is one operation that reads and writes so many bytes, which is what a data sheet prices; there is nothing in it
 to compute. Rejected: to run Megatron's or Liger's own modules, which need a CUDA device; a formula per layer, which
@@ -33,6 +33,7 @@ import functools
 import inspect
 import itertools
 import types
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -42,9 +43,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.overrides import handle_torch_function, has_torch_function
 
 from .. import errors
 from .._text import counted, listed
+from ..plan.calls import declare_product
 from ..plan.roles import Unit, Units, relative
 from ..plan.units import find_units, product_of
 
@@ -57,12 +60,14 @@ SAVED: Mapping[str, tuple[str, ...]] = {
     "weighting": ("input", "weights", "order"),
     "unpermutation": ("order",),
     "layout": (),
+    "cast": (),
 }
 """What autograd keeps of each kernel, by the names of what it reads and makes. A name that a call has not is none."""
-EFFICIENT = "efficient-permutation"
-OPTIONS = (EFFICIENT,)
+FP8, EFFICIENT = "fp8", "efficient-permutation"
+OPTIONS = (FP8, EFFICIENT)
 _LAST = "down_proj"
 _FIRST = ("gate_up_proj", "up_proj")  # of stacked experts in transformers
+_COPY, _8_BITS = "_in_8_bits", torch.float8_e4m3fn
 _POSITIONS = ("cos", "sin", "freq", "pos", "emb")
 
 
@@ -84,11 +89,20 @@ def _allocated(
     ]
 
 
+_library.define("moves(Tensor(a!)[] tensors) -> ()")
+_library.impl("moves", lambda tensors: None, "CompositeExplicitAutograd")
 _library.impl("kernel", _allocated, "CompositeExplicitAutograd")
 _kernel: Any = torch.ops.torch_recompute.kernel.default
 
 
-class Layout(NamedTuple):
+def moved(given: Sequence[Any]) -> None:
+    """Runs a kernel that reads or writes each of some tensors, and makes none."""
+    tensors = list({id(x): x for x in given if isinstance(x, torch.Tensor)}.values())
+    if tensors:
+        torch.ops.torch_recompute.moves.default(tensors)
+
+
+class Dense(NamedTuple):
     """A tensor that a kernel makes."""
 
     shape: tuple[int, ...]
@@ -96,22 +110,22 @@ class Layout(NamedTuple):
     dtype: torch.dtype
 
     @staticmethod
-    def like(x: torch.Tensor, dtype: torch.dtype | None = None) -> Layout:
+    def like(x: torch.Tensor, dtype: torch.dtype | None = None) -> Dense:
         """A dense tensor whose dimensions lie in the order of another's."""
         order = sorted(range(x.dim()), key=lambda dim: (-x.stride(dim), dim))
         stride, step = [0] * x.dim(), 1
         for dim in reversed(order):
             stride[dim], step = step, step * x.shape[dim]
-        return Layout(tuple(x.shape), tuple(stride), dtype or x.dtype)
+        return Dense(tuple(x.shape), tuple(stride), dtype or x.dtype)
 
     @staticmethod
-    def of(*shape: int, dtype: torch.dtype) -> Layout:
+    def of(*shape: int, dtype: torch.dtype) -> Dense:
         """A contiguous tensor."""
         steps = itertools.accumulate(reversed(shape[1:]), lambda a, b: a * b, initial=1)
-        return Layout(shape, tuple(reversed([*steps])), dtype)
+        return Dense(shape, tuple(reversed([*steps])), dtype)
 
 
-def _run(reads: Sequence[torch.Tensor], makes: Sequence[Layout]) -> list[torch.Tensor]:
+def _run(reads: Sequence[torch.Tensor], makes: Sequence[Dense]) -> list[torch.Tensor]:
     sizes, strides = [n for one in makes for n in one.shape], [n for one in makes for n in one.stride]
     return _kernel(list(reads), sizes, strides, [len(one.shape) for one in makes], [one.dtype for one in makes])
 
@@ -119,12 +133,12 @@ def _run(reads: Sequence[torch.Tensor], makes: Sequence[Layout]) -> list[torch.T
 class _Kernel(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, name: str, given: tuple[str, ...], made: tuple[str, ...], makes: tuple[Layout, ...], *tensors: Any
+        ctx: Any, name: str, given: tuple[str, ...], made: tuple[str, ...], makes: tuple[Dense, ...], *tensors: Any
     ) -> Any:
         results = _run(tensors, makes)
         known = [*zip(given, tensors, strict=True), *zip(made, results, strict=True)]
         ctx.save_for_backward(*(tensor for word, tensor in known if word.lstrip("_") in SAVED[name]))
-        ctx.layouts = [Layout.like(x) for x in tensors]
+        ctx.layouts = [Dense.like(x) for x in tensors]
         ctx.set_materialize_grads(False)
         return tuple(x for word, x in zip(made, results, strict=True) if not word.startswith("_"))
 
@@ -139,7 +153,7 @@ class _Kernel(torch.autograd.Function):
 Given = Sequence[tuple[str, torch.Tensor | None]]
 
 
-def kernel(name: str, given: Given, makes: Mapping[str, Layout]) -> Any:
+def kernel(name: str, given: Given, makes: Mapping[str, Dense]) -> Any:
     """Runs a kernel.
 
     Args:
@@ -155,6 +169,62 @@ def kernel(name: str, given: Given, makes: Mapping[str, Layout]) -> Any:
     return made[0] if len(made) == 1 else made
 
 
+def in_8_bits(x: torch.Tensor, own: Callable[[torch.Tensor], torch.Tensor] = lambda x: x) -> torch.Tensor:
+    """The copy of a product's input in 8 bits, which all products that read this input share.
+
+    Args:
+        x: The input.
+        own: Gives the part of it that is copied.
+    """
+    known = getattr(x, _COPY, None)
+    found: torch.Tensor | None = None if known is None else known()
+    if found is None:
+        with torch.no_grad():
+            part = own(x)
+            found = cast("torch.Tensor", kernel("cast", [("input", part)], {"output": Dense.like(part, _8_BITS)}))
+        setattr(x, _COPY, weakref.ref(found))  # where no graph keeps it, it is not kept
+    return found
+
+
+def out_of_8_bits(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """An input again as it is multiplied."""
+    return x if x.dtype is dtype else kernel("cast", [("input", x)], {"output": Dense.like(x, dtype)})
+
+
+class _ProductOfCopy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, kept: torch.Tensor, weight: torch.Tensor, bias: Any, ends: Any) -> Any:
+        ctx.save_for_backward(kept, weight, ends)
+        ctx.dtype, ctx.bias = x.dtype, bias is not None
+        return F.linear(x, weight, bias) if ends is None else F.grouped_mm(x, weight, offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        kept, weight, ends = ctx.saved_tensors
+        grad = grads[0]
+        full, flat = out_of_8_bits(kept, ctx.dtype).flatten(0, -2), grad.flatten(0, -2)
+        if ends is None:
+            return grad @ weight, None, flat.t() @ full, flat.sum(0) if ctx.bias else None, None
+        of_x = F.grouped_mm(grad, weight.transpose(-2, -1), offs=ends)
+        return of_x, None, F.grouped_mm(full.t(), flat, offs=ends), None, None
+
+
+def product_in_8_bits(
+    x: torch.Tensor,
+    kept: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    ends: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """A product that keeps a copy of its input; with `ends` one that is grouped by experts, whose rows end there."""
+    if has_torch_function((x, weight)):
+        return handle_torch_function(product_in_8_bits, (x, weight), x, kept, weight, bias, ends)
+    return _ProductOfCopy.apply(x, kept, weight, bias, ends)  # pyright: ignore[reportReturnType]
+
+
+declare_product(product_in_8_bits)
+
+
 # --- parts of a layer, as forwards of their modules -------------------------------------------------------------------
 
 
@@ -164,9 +234,9 @@ def _norm(weight: str, bias: str) -> Callable[..., torch.Tensor]:
         x = hidden_states
         weights = [getattr(self, name) for name in (weight, bias) if name]
         dtype = functools.reduce(torch.promote_types, (one.dtype for one in weights), x.dtype)
-        rows = Layout.of(x.numel() // x.shape[-1], dtype=torch.float32)
+        rows = Dense.of(x.numel() // x.shape[-1], dtype=torch.float32)
         given = [("input", x), *(("weight", one) for one in weights)]
-        return kernel("norm", given, {"output": Layout.like(x, dtype), "_scale": rows})
+        return kernel("norm", given, {"output": Dense.like(x, dtype), "_scale": rows})
 
     return forward
 
@@ -188,7 +258,7 @@ def activated(given: Given, halved: bool) -> torch.Tensor:
     like = given[0][1]
     assert like is not None
     width = like.shape[-1] // (2 if halved else 1)
-    return kernel("activation", given, {"output": Layout.of(*like.shape[:-1], width, dtype=like.dtype)})
+    return kernel("activation", given, {"output": Dense.of(*like.shape[:-1], width, dtype=like.dtype)})
 
 
 class _Flash:
@@ -227,7 +297,7 @@ def _by_itself(x: torch.Tensor) -> torch.Tensor:
     batch, heads, tokens, d = x.shape
     if x.untyped_storage().nbytes() <= x.numel() * x.element_size() and (heads == 1 or x.stride(1) < x.stride(2)):
         return x
-    by_tokens = Layout((batch, heads, tokens, d), (tokens * heads * d, d, heads * d, 1), x.dtype)
+    by_tokens = Dense((batch, heads, tokens, d), (tokens * heads * d, d, heads * d, 1), x.dtype)
     return kernel("layout", [("input", x)], {"output": by_tokens})
 
 
@@ -244,7 +314,7 @@ def _rotated(own: Callable[..., Any]) -> Callable[..., Any] | None:
         turned = [bound[name] for name in names[:first]]
         positions = [bound[name] for name in names[first:] if isinstance(bound.get(name), torch.Tensor)]
         given = [*(("turned", x) for x in turned), *(("positions", x) for x in positions)]
-        return kernel("rotary", given, {f"output {n}": Layout.like(x) for n, x in enumerate(turned)})
+        return kernel("rotary", given, {f"output {n}": Dense.like(x) for n, x in enumerate(turned)})
 
     return rotate
 
@@ -271,8 +341,8 @@ def _router(chosen: int, dtype: torch.dtype, bias: bool) -> Callable[..., Any]:
         logits = F.linear(x, self.weight, self.bias if bias else None)
         with torch.no_grad():
             experts = logits.topk(chosen, -1).indices
-        wide = Layout.of(*logits.shape, dtype=torch.float32)
-        makes = {"_logits": wide, "_scores": wide, "weights": Layout.of(*experts.shape, dtype=dtype)}
+        wide = Dense.of(*logits.shape, dtype=torch.float32)
+        makes = {"_logits": wide, "_scores": wide, "weights": Dense.of(*experts.shape, dtype=dtype)}
         weights = kernel("router", [("narrow", logits), ("experts", experts)], makes)
         return logits, weights, experts
 
@@ -280,12 +350,18 @@ def _router(chosen: int, dtype: torch.dtype, bias: bool) -> Callable[..., Any]:
 
 
 @functools.cache
-def _experts(first: str, transposed: bool, halved: bool, biased: bool, early: bool) -> Callable[..., torch.Tensor]:
+def _experts(
+    first: str, transposed: bool, halved: bool, biased: bool, options: tuple[str, ...]
+) -> Callable[..., torch.Tensor]:
     """The forward of stacked experts: (tokens, width), of each token the experts and their weights."""
+    early = EFFICIENT in options
 
     def product(self: Any, x: torch.Tensor, name: str, offsets: torch.Tensor) -> torch.Tensor:
         weight = getattr(self, name)
-        return F.grouped_mm(x, weight if transposed else weight.transpose(-2, -1), offs=offsets)
+        weight = weight if transposed else weight.transpose(-2, -1)
+        if FP8 in options:
+            return product_in_8_bits(x, in_8_bits(x), weight, ends=offsets)
+        return F.grouped_mm(x, weight, offs=offsets)
 
     def forward(
         self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -295,7 +371,7 @@ def _experts(first: str, transposed: bool, halved: bool, biased: bool, early: bo
         count = getattr(self, first).shape[0]
         offsets = torch.arange(1, count + 1, dtype=torch.int32, device=x.device) * (rows // count)
         order = torch.arange(rows, dtype=torch.int32, device=x.device)
-        sorted_ = Layout.of(rows, x.shape[-1], dtype=x.dtype)
+        sorted_ = Dense.of(rows, x.shape[-1], dtype=x.dtype)
         dispatched = kernel("permutation", [("input", x), ("order", order)], {"output": sorted_})
         wide = product(self, dispatched, first, offsets)
         del dispatched
@@ -305,7 +381,7 @@ def _experts(first: str, transposed: bool, halved: bool, biased: bool, early: bo
         del given
         given = [("input", returned), ("bias", bias[1]), ("order", order)]
         weights = [] if early else [("weights", top_k_weights)]
-        makes = {"output": Layout.of(*x.shape, dtype=x.dtype)}
+        makes = {"output": Dense.of(*x.shape, dtype=x.dtype)}
         return kernel("unpermutation" if early else "weighting", [*given, *weights], makes)
 
     return forward
@@ -316,7 +392,7 @@ def _experts(first: str, transposed: bool, halved: bool, biased: bool, early: bo
 
 @dataclass(frozen=True)
 class FusedLayers:
-    """How the layers of a model are run: the parts with fused kernels, and those that are as they were.
+    """The parts of a model that have fused kernels, and those that run as they are written.
 
     Attributes:
         options: Of `OPTIONS`, those that were asked for.
@@ -339,7 +415,7 @@ class FusedLayers:
 
     @property
     def notes(self) -> list[str]:
-        """What is to be said of the parts that run as they are written."""
+        """A sentence on each kind of parts that run as they are written."""
         return [
             f"{count} {name} run as they are written, not fused: {why}. Their bytes and seconds are those of single "
             "operations."
@@ -365,12 +441,13 @@ def fuse(model: nn.Module, options: Sequence[str] = (), what: str = "--layers fu
     for unit in units.by_role(*_WAYS):
         find, why = _WAYS[unit.role]
         module = model.get_submodule(unit.path)
-        forward = None if unit.parts else find(_Part(module, unit, units, EFFICIENT in options))
+        forward = None if unit.parts else find(_KnownPart(module, unit, units, tuple(options)))
         if forward is None:
             eager[unit.cls, why] += 1
             continue
-        fused[unit.cls] += 1
-        work += "norm" not in unit.role
+        if unit.role in _PARTS:
+            fused[unit.cls] += 1
+            work += "norm" not in unit.role
         if forward is not type(module).forward:
             module.__class__ = _class_with(type(module), forward)
     if not work:
@@ -383,11 +460,11 @@ def fuse(model: nn.Module, options: Sequence[str] = (), what: str = "--layers fu
     return FusedLayers(tuple(options), dict(fused), dict(eager))
 
 
-class _Part(NamedTuple):
+class _KnownPart(NamedTuple):
     module: nn.Module
     unit: Unit
     units: Units
-    early: bool  # whether experts are given the router's weights before their last product
+    options: tuple[str, ...]
 
     @property
     def takes_one(self) -> bool:
@@ -400,7 +477,7 @@ def _class_with(kind: type[nn.Module], forward: Callable[..., Any]) -> type[nn.M
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
-def _norm_of(part: _Part) -> Callable[..., Any] | None:
+def _norm_of(part: _KnownPart) -> Callable[..., Any] | None:
     module = part.module
     if type(module).__module__.startswith("torch.nn."):
         return type(module).forward  # one kernel already
@@ -408,7 +485,7 @@ def _norm_of(part: _Part) -> Callable[..., Any] | None:
     return _norm(*weights, *[""] * (2 - len(weights))) if part.takes_one and len(weights) <= 2 else None
 
 
-def _mlp_of(part: _Part) -> Callable[..., Any] | None:
+def _mlp_of(part: _KnownPart) -> Callable[..., Any] | None:
     module, path = part.module, part.unit.path
     roles = ("product", "down_projection", "up_projection")
     inner = dict.fromkeys(relative(unit.path, path) for unit in part.units.by_role(*roles, within=path))
@@ -427,7 +504,22 @@ def _mlp_of(part: _Part) -> Callable[..., Any] | None:
     return _mlp(first, last, halved, dropout) if halved or widths == {(down.gives, down.takes)} else None
 
 
-def _router_of(part: _Part) -> Callable[..., Any] | None:
+def _linear_in_8_bits(self: Any, input: torch.Tensor) -> torch.Tensor:
+    return product_in_8_bits(input, in_8_bits(input), self.weight, self.bias)
+
+
+def keeps_8_bits(module: nn.Module) -> bool:
+    """Whether a product keeps its input in 8 bits."""
+    return type(module).forward is _linear_in_8_bits
+
+
+def _product_of(part: _KnownPart) -> Callable[..., Any] | None:
+    if FP8 not in part.options:
+        return type(part.module).forward
+    return _linear_in_8_bits if type(part.module) is nn.Linear else None
+
+
+def _router_of(part: _KnownPart) -> Callable[..., Any] | None:
     module = part.module
     weight = getattr(module, "weight", None)
     if not (isinstance(weight, torch.Tensor) and weight.dim() == 2 and part.takes_one):
@@ -440,7 +532,7 @@ def _router_of(part: _Part) -> Callable[..., Any] | None:
     return None
 
 
-def _experts_of(part: _Part) -> Callable[..., Any] | None:
+def _experts_of(part: _KnownPart) -> Callable[..., Any] | None:
     module: Any = part.module
     weights = dict(module.named_parameters(recurse=False))
     first = next((name for name in _FIRST if name in weights), "")
@@ -451,10 +543,12 @@ def _experts_of(part: _Part) -> Callable[..., Any] | None:
     several = len(inspect.signature(type(module).forward).parameters)
     stacked = known and all(weights[name].dim() == 3 for name in names)
     normed = getattr(module, "has_post_expert_norm", False)
-    return _experts(first, transposed, halved, biased, part.early) if stacked and not normed and several >= 3 else None
+    return (
+        _experts(first, transposed, halved, biased, part.options) if stacked and not normed and several >= 3 else None
+    )
 
 
-_WAYS: Mapping[str, tuple[Callable[[_Part], Callable[..., Any] | None], str]] = {
+_WAYS: Mapping[str, tuple[Callable[[_KnownPart], Callable[..., Any] | None], str]] = {
     "norm": (_norm_of, "it is given more than one tensor"),
     "inner_norm": (_norm_of, "it is given more than one tensor"),
     "attention": (lambda part: _attention(type(part.module)), "it calls no attention function of transformers"),
@@ -462,6 +556,11 @@ _WAYS: Mapping[str, tuple[Callable[[_Part], Callable[..., Any] | None], str]] = 
     "shared_experts": (_mlp_of, "it is not two or three products around an activation"),
     "router": (_router_of, "it does not return logits, weights and experts"),
     "experts": (_experts_of, "it is not stacked weights that are given tokens, experts and weights"),
+    **dict.fromkeys(
+        ("product", "down_projection", "up_projection"),
+        (_product_of, "products in 8 bits are known of nn.Linear alone"),
+    ),
     "mixer": (lambda part: None, "no kernel of it is known"),
 }
 """How a role gets its kernels, and why a module of that role may have none."""
+_PARTS = ("norm", "inner_norm", "attention", "mlp", "shared_experts", "router", "experts")
