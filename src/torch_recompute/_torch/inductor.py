@@ -168,6 +168,21 @@ class _Kernels:
         """Waits for kernels that are compiled in processes of their own; here for none."""
 
 
+def _under(modes: Sequence[Any], code: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Code under dispatch modes, as far as they are not active where it is called."""
+
+    def run(args: list[Any]) -> Any:
+        with ExitStack() as stack:
+            active = _active_modes()
+            for mode in modes:
+                if mode not in active:
+                    stack.enter_context(mode)
+            return code(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
 def on_fakes(
     function: Callable[..., Any], options: dict[str, Any], kernel: Callable[[Sequence[Any]], object]
 ) -> Callable[..., Any]:
@@ -188,18 +203,7 @@ def on_fakes(
         return function(*args, **kwargs)
 
     def compiled(graph: fx.GraphModule, given: Any, **more: Any) -> Callable[[list[Any]], Any]:
-        code = generated(graph, bool(more.get("is_backward")), kernel)
-
-        def run(args: list[Any]) -> Any:
-            with ExitStack() as stack:
-                active = _active_modes()
-                for mode in modes:
-                    if mode not in active:
-                        stack.enter_context(mode)
-                return code(args)
-
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
+        return _under(modes, generated(graph, bool(more.get("is_backward")), kernel))
 
     def backend(graph: fx.GraphModule, given: Any) -> Any:
         return compile_fx(graph, given, inner_compile=compiled, config_patches=options)  # type: ignore[arg-type]
@@ -241,18 +245,7 @@ def graph_on_fakes(
 
     def compiler(backward: bool) -> Callable[..., Any]:
         def compiled(graph: fx.GraphModule, _: Any) -> Callable[[list[Any]], Any]:
-            code = generated(graph, backward, kernel)
-
-            def run(args: list[Any]) -> Any:
-                with ExitStack() as stack:
-                    active = _active_modes()
-                    for mode in modes:
-                        if mode not in active:
-                            stack.enter_context(mode)
-                    return code(args)
-
-            run._boxed_call = True  # type: ignore[attr-defined]
-            return run
+            return _under(modes, generated(graph, backward, kernel))
 
         return compiled
 

@@ -182,6 +182,12 @@ def _two_speeds(word: str) -> tuple[float, float]:
     return link, network
 
 
+def check_regions(layers: HowLayersRun, plans: Mapping[str, Plan]) -> None:
+    """Refuses configurations, by name, that layers cannot have as they run."""
+    if isinstance(layers, CompiledLayers):
+        layers.check(plans)
+
+
 def add_loop_options(parser: argparse.ArgumentParser) -> None:
     """Gives a command the options for the training loop."""
     group = parser.add_argument_group("the training loop that the peak is of")

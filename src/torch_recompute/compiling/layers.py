@@ -125,6 +125,18 @@ def _layout(x: torch.Tensor) -> tuple[Any, ...]:
     return x.shape, x.stride(), x.dtype, x.requires_grad
 
 
+class _Written(nn.Module):
+    """A layer as it is written, for `functional_call`."""
+
+    def __init__(self, layer: nn.Module, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.layer, self._kind = layer, kind
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the layer."""
+        return self._kind.forward(self.layer, *args, **kwargs)
+
+
 def _traced(
     layer: nn.Module, kind: type[nn.Module], names: Sequence[str], leaves: list[Any], spec: Any, tensors: Sequence[Any]
 ) -> Callable[[Sequence[torch.Tensor]], Any]:
@@ -133,21 +145,13 @@ def _traced(
     rest = [None if isinstance(x, torch.Tensor) else x for x in leaves]
     shape: list[Any] = []
 
-    class Plain(nn.Module):  # which functional_call gives the weights of a layer
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            return kind.forward(self.layer, *args, **kwargs)
-
     def flat(*given: torch.Tensor) -> list[torch.Tensor]:
         filled = [*rest]
         for place, x in zip(places, given[len(names) :], strict=True):
             filled[place] = x
         args, kwargs = _torch.tree_unflatten(filled, spec)
         weights = {f"layer.{name}": x for name, x in zip(names, given, strict=False)}
-        result = functional_call(Plain(), weights, args, kwargs)
+        result = functional_call(_Written(layer, kind), weights, args, kwargs)
         results, out = _torch.tree_flatten(result)
         shape[:] = [out, [None if isinstance(x, torch.Tensor) else x for x in results]]
         return [x for x in results if isinstance(x, torch.Tensor)]
@@ -157,8 +161,8 @@ def _traced(
     except Exception as error:
         said = (str(error).strip().splitlines() or [""])[0].rstrip(".")
         raise errors.ArgumentError(
-            f"--layers compiled: {kind.__name__} cannot be compiled as one graph: {type(error).__name__}: {said}. Write "
-            "--layers eager or fused."
+            f"--layers compiled: {kind.__name__} cannot be compiled as one graph: {type(error).__name__}: {said}. "
+            "Write --layers eager or fused."
         ) from error
 
     def call(given: Sequence[torch.Tensor]) -> Any:
