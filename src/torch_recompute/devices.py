@@ -50,6 +50,8 @@ class Roofline:
         """Seconds of an operation."""
         if op.sent_bytes is not None:
             return op.sent_bytes / self.link_over(op.group.span)[1] + self.launch
+        if op.in_host_memory:  # what is computed there is the host's
+            return op.results[0].bytes / (self.host or self.bytes_per_second) if op.moved else 0.0
         return max(op.all_flops / self._speed(op), op.bytes / self.bytes_per_second) + self.launch
 
     def link_over(self, ranks: int) -> tuple[str, float]:

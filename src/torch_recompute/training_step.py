@@ -18,6 +18,8 @@ import torch
 from torch import nn
 
 from . import _torch, errors
+from ._torch.fakes import APART, CPU
+from ._torch.graphs import gradient_hooks
 from .devices import Device, Where, where
 from .memory.batch import Batch, call_of, labels_of, signature_of
 from .memory.loop import COMMON, Loop
@@ -84,6 +86,11 @@ class TrainingStep:
         return where(self.device, self.model)
 
     @property
+    def host(self) -> torch.device:
+        """The device of simulated tensors in host memory: one apart where the step's own stand in on the CPU."""
+        return APART if self.where.roofline is not None and self.runs_on.type == "cpu" else CPU
+
+    @property
     def runs_on(self) -> torch.device:
         """The device of its tensors: the one asked for, else the model's, else (on meta) the accelerator or the CPU."""
         device = self.where.device
@@ -98,6 +105,11 @@ class TrainingStep:
                 "  Leave device= out to simulate the kernels of the CPU, or simulate on a machine that has one."
             )
         return device
+
+
+def elements(weight: torch.Tensor) -> int:
+    """The elements of a parameter; of one whose elements share bytes (`packed`), all that they mean."""
+    return getattr(weight, "packed", weight.numel())
 
 
 # --- losses ---
@@ -258,9 +270,10 @@ def states_of(weights: Iterable[torch.Tensor], optimizer: Any, dtype: torch.dtyp
     for weight in {id(weight): weight for weight in weights}.values():
         kind = dtype if dtype is not None and weight.is_floating_point() else weight.dtype
         found["weights"] += weight.numel() * kind.itemsize
-        if not weight.requires_grad:
+        if not weight.requires_grad or getattr(optimizer, "on_host", False):
             continue
-        found["gradients"] += weight.numel() * kind.itemsize
+        if not (getattr(optimizer, "in_backward", False) or gradient_hooks(weight)):  # which may free them one by one
+            found["gradients"] += weight.numel() * kind.itemsize
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             each[kind] = each[kind] if kind in each else _bytes_of_state(optimizer, kind)
             found["states"] += weight.numel() * each[kind]
@@ -270,7 +283,7 @@ def states_of(weights: Iterable[torch.Tensor], optimizer: Any, dtype: torch.dtyp
 def _bytes_of_state(optimizer: Callable[[Any], torch.optim.Optimizer], dtype: torch.dtype) -> int:
     """The bytes of an optimizer's states for one element of a weight."""
     with torch.inference_mode(False), torch.enable_grad():
-        weight = nn.Parameter(torch.zeros(8, 8, dtype=dtype))
+        weight = nn.Parameter(torch.zeros(64, 64, dtype=dtype))  # enough for moments of 8 bits
         weight.grad = torch.zeros_like(weight)
         made = optimizer([weight])
         made.step()

@@ -13,6 +13,7 @@ from torch_recompute import BudgetError, errors, make_plan, simulate
 from torch_recompute.memory.loop import Loop
 from torch_recompute.planner.alternatives import Alternative, alternatives, held_by, in_words
 from torch_recompute.planner.planner import Planner
+from torch_recompute.planner.states import Stated
 from torch_recompute.training_step import OPTIMIZERS, TrainingStep
 
 STEPS: dict[str, dict[str, Any]] = {
@@ -30,11 +31,17 @@ def planner_of(optimizer: str | None = None, loop: Loop | None = None) -> Planne
     return Planner(TrainingStep(model(), (batch(),), {}, cross_entropy, of, "h100", loop or Loop()))
 
 
-def changed(keyword: str) -> tuple[int, dict[str, Any]]:
+def changed(keyword: str, own: Any) -> tuple[int, dict[str, Any]]:
     """The batch and the keywords of a step with an alternative, as it is written in Python."""
     if keyword.startswith("a batch of "):
         return int(keyword.rpartition(" ")[2]), {}
-    return TOKENS, eval(f"dict({keyword})")
+    stated = {
+        "moments of 8 bits": Stated(None, "8bit"),
+        "a step in backward": Stated(own, in_backward=True),
+        "states and step in host memory": Stated(own, on_host=True),
+    }
+    optimizer = next((made for words, made in stated.items() if keyword.startswith(words)), None)
+    return TOKENS, eval(f"dict({keyword})") if optimizer is None else {"optimizer": optimizer}
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -49,11 +56,15 @@ def test_each_has_the_peak_of_a_step_with_it(name: str) -> None:
     assert ("hold_output=False" in keywords) == step.loop.hold_output
     assert ("set_to_none=True" in keywords) == (not step.loop.set_to_none)
     assert ('optimizer="sgd"' in keywords) == (STEPS[name].get("optimizer") in ("adamw", "adamw-fused"))
+    has_moments = STEPS[name].get("optimizer") in ("adamw", "adamw-fused")
+    assert any(one.option.endswith("--states 8bit") for one in found) == has_moments
+    assert any(one.option == "--optimizer-on-host" for one in found) == ("optimizer" in STEPS[name])
+    assert step.loop.accumulate == 1 or "--optimizer-in-backward" not in [one.option for one in found]
     for one in found:
         assert one.peak_bytes < least
         if one.keyword == "offload=True":
             continue
-        size, words = changed(one.keyword)
+        size, words = changed(one.keyword, step.optimizer)
         words = {"optimizer": step.optimizer, **step.loop.words, **words}
         x = batch()[:size]
         same = simulate(model(), (x,), plan=planner.leanest, loss=cross_entropy, device="h100", **words)
@@ -67,7 +78,7 @@ def test_an_option_that_fits_makes_a_plan() -> None:
     fitting = [one for one in alternatives(planner, budget) if one.peak_bytes <= budget]
     assert {"hold_output=False", 'optimizer="sgd"'} <= {one.keyword for one in fitting}
     for one in fitting:
-        size, words = changed(one.keyword)
+        size, words = changed(one.keyword, torch.optim.AdamW)
         words = {"optimizer": "adamw", **words}
         plan = make_plan(model(), batch()[:size], budget=budget, loss=cross_entropy, device="h100", **words)
         assert (plan.predicted_peak_bytes or 0) <= budget

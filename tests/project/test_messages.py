@@ -228,6 +228,20 @@ def plans_stages(**options: Any) -> None:
     make_plan(model, () if sizes else (torch.ones(8, 4),), device="h100", **{"loss": torch.sum, **said})
 
 
+def in_backward() -> torch.nn.Module:
+    """A model whose optimizer steps in backward."""
+    model = torch.nn.Linear(8, 8, bias=False)
+    own = torch.optim.SGD([model.weight])
+    model.weight.register_post_accumulate_grad_hook(lambda _: own.step())
+    return model
+
+
+def without_peft() -> None:
+    """Adapters on a machine without PEFT."""
+    with patch.dict(sys.modules, {"peft": None}):
+        plans("gpt2", "--budget", "1GiB", "--lora", "8")
+
+
 class Opaque:
     """Something with a short repr that is of no use."""
 
@@ -1372,6 +1386,15 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: compile_layers(torch.nn.Linear(2, 2), Ranks(tp=2)),
     lambda: CompiledLayers({}, frozenset()).check({"mlp": Plan((Choice(("0.mlp",)),))}),
     lambda: compiled_in_parts(),
+    lambda: plans("gpt2", "--budget", "1GiB", "--states", "8bit", "--optimizer", "sgd"),
+    lambda: plans("gpt2", "--budget", "1GiB", "--lora", "0"),
+    lambda: plans("gpt2", "--budget", "1GiB", "--lora", "8:c_atn"),
+    lambda: plans("gpt2", "--budget", "1GiB", "--lora", "8:drop"),
+    lambda: plans("gpt2", "--budget", "1GiB", "--lora", "8", "--base", "nf4"),
+    without_peft,
+    lambda: on_its_own_device("--optimizer-on-host"),
+    lambda: simulate(in_backward(), (torch.ones(2, 8),), loss=torch.sum, accumulate=2),
+    lambda: on_ranks(Ranks(fsdp=2), model=in_backward()),
     lambda: Layout(Ranks(dp=2), mbs=3, batch=8),
     lambda: Layout(Ranks(pp=4, vpp=2), batch=6),
     lambda: Layout(Ranks(pp=4, vpp=2)).pipeline(6),

@@ -107,6 +107,11 @@ class Answers(Protocol):
         """The address of its memory."""
         ...
 
+    @property
+    def host(self) -> torch.device:
+        """The device of fakes in host memory."""
+        ...
+
 
 def answer_for(mode: FakeTensorMode, answers: Answers) -> None:
     """Lets the fakes of a mode answer `numpy()` and `data_ptr()`, which those of other modes go on to refuse.
@@ -120,6 +125,17 @@ def answer_for(mode: FakeTensorMode, answers: Answers) -> None:
 
 def _answers(fake: Any) -> Answers | None:
     return getattr(fake.fake_mode, "_answers_of_torch_recompute", None)
+
+
+CPU = torch.device("cpu")
+APART = torch.device("meta")
+"""The device of host memory where fakes on the CPU stand for tensors of a device that is not here."""
+
+
+def host_of(tensor: torch.Tensor) -> torch.device:
+    """The device of tensors in host memory, for a tensor that may be a fake."""
+    answers = _answers(tensor) if type(tensor) is FakeTensor else None
+    return CPU if answers is None else answers.host
 
 
 def _numpy(fake: torch.Tensor, *, force: bool = False) -> Any:

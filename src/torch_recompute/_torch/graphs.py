@@ -54,6 +54,11 @@ def caller(ours: str) -> CodeType:
     return ENGINE if frame is None else frame.f_code
 
 
+def gradient_hooks(tensor: torch.Tensor) -> tuple[Callable[[torch.Tensor], object], ...]:
+    """The hooks that run when a gradient of a tensor has been accumulated, in the order of their registration."""
+    return tuple((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
 _C: Any = torch._C
 SavedTensor: type = _C._autograd.SavedTensor
 """The class of the `_raw_saved_*` attributes of a node."""

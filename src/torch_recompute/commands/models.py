@@ -20,7 +20,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import reduce
 from importlib.resources import files
 from importlib.util import find_spec
@@ -41,9 +41,21 @@ from ..plan.ranks import Ranks
 from ..planner.layout import Layout, one_rank
 from ..planner.profile import Profile
 from ..planner.solve import frontier, planned
+from ..planner.states import STATES, Stated
 from ..simulation.experts import shared_experts
 from ..simulation.fused import OPTIONS, FusedLayers, fuse
-from ..training_step import ALONE, OPTIMIZERS, USUAL, Loss, TrainingStep, any_loss, optimizer_of, with_labels
+from ..training_step import (
+    ALONE,
+    OPTIMIZERS,
+    USUAL,
+    Loss,
+    TrainingStep,
+    any_loss,
+    elements,
+    optimizer_of,
+    with_labels,
+)
+from .adapters import ALL, BASES, Lora, adapted
 
 DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PRESETS: Mapping[str, dict[str, Any]] = json.loads((files(__package__ or "") / "presets.json").read_text("utf-8"))
@@ -79,9 +91,17 @@ LAYER_WORDS = (
     "the kernels of Megatron-Core and Liger. fused+fp8: products keep their inputs in 8 bits; "
     "fused+efficient-permutation: experts are given the router's weights before their last product"
 )
+STATE_KINDS: Mapping[str, Any] = {
+    "states": STATES,
+    "optimizer_in_backward": (True,),
+    "optimizer_on_host": (True,),
+    "lora": str,
+    "base": BASES,
+}
+"""The options of the optimizer's states and of adapters, and what they may be."""
 STEP_WORDS = (
     *("model", "batch", "sequence", "dtype", "optimizer", "device", "layers"),
-    *(*RANK_WORDS, *RANK_KINDS),
+    *(*STATE_KINDS, *RANK_WORDS, *RANK_KINDS),
 )
 """The options that describe a step, on the command line and in the file of a plan."""
 
@@ -148,12 +168,6 @@ def run_as(model: nn.Module, layers: str | None, ranks: Ranks) -> HowLayersRun:
     return fuse(model, options, f"--layers {layers}") if how == "fused" else None
 
 
-def check_regions(layers: HowLayersRun, plans: Mapping[str, Plan]) -> None:
-    """Refuses configurations, by name, that layers cannot have as they run."""
-    if isinstance(layers, CompiledLayers):
-        layers.check(plans)
-
-
 def device_of(args: argparse.Namespace, default: str | None) -> Device:
     """Returns the device of a command line, with the links that it has there."""
     word = args.device or default
@@ -186,6 +200,40 @@ def check_regions(layers: HowLayersRun, plans: Mapping[str, Plan]) -> None:
     """Refuses configurations, by name, that layers cannot have as they run."""
     if isinstance(layers, CompiledLayers):
         layers.check(plans)
+
+
+def add_state_options(parser: argparse.ArgumentParser) -> None:
+    """Gives a command the options for what the optimizer keeps, and for adapters."""
+    group = parser.add_argument_group("what the optimizer keeps, and what is trained")
+    group.add_argument(
+        "--states",
+        choices=STATES,
+        help="of AdamW in one kernel, in bytes per parameter: fp32-master 12 (a copy of 16-bit weights, and both "
+        "moments in 32 bits), bf16 4, 8bit 2.03 (blocks of 256 with a scale) (moments in the type of the weights)",
+    )
+    group.add_argument(
+        "--optimizer-in-backward",
+        action="store_true",
+        default=None,
+        help="each weight is updated when its gradient is there, which is freed then",
+    )
+    group.add_argument(
+        "--optimizer-on-host",
+        action="store_true",
+        default=None,
+        help="gradients go to host memory, where the states are and the step is; weights come back",
+    )
+    group.add_argument(
+        "--lora",
+        metavar="RANK[:MODULES]",
+        help=f"adapters of PEFT over a frozen model: 16, 16:q_proj,v_proj, 16:{ALL} (the modules that PEFT takes)",
+    )
+    group.add_argument(
+        "--base",
+        choices=BASES,
+        help="the frozen model under --lora: nf4 has linear layers of 4 bits, all else in 32 bits, as PEFT prepares it "
+        "for training; with --autocast bf16, as most loops do (bf16)",
+    )
 
 
 def add_loop_options(parser: argparse.ArgumentParser) -> None:
@@ -229,6 +277,93 @@ def check_sizes(args: argparse.Namespace) -> None:
         value = getattr(args, option)
         if value is not None and value < 1:
             raise errors.ArgumentError(errors.not_a_size(f"--{option}", value))
+
+
+def optimizer_asked(args: argparse.Namespace, ranks: Ranks = ALONE, usual: str = USUAL) -> tuple[Any, str]:
+    """Returns the optimizer of a command line and its name; refuses options that do not go together.
+
+    Args:
+        args: The command line.
+        ranks: Its ranks.
+        usual: The optimizer where none is said, which is the one whose states may be said.
+
+    Raises:
+        ArgumentError: It is not known, or has no such states, or cannot step so.
+    """
+    optimizer_of("--optimizer", args.optimizer)
+    name = (args.optimizer or usual).lower()
+    states = getattr(args, "states", None) or ""
+    flags = {word: bool(getattr(args, word, None)) for word in ("optimizer_in_backward", "optimizer_on_host")}
+    in_backward, on_host = flags.values()
+    option = next((f"--{word.replace('_', '-')}" for word, given in flags.items() if given), f"--states {states}")
+    if not (states or in_backward or on_host):
+        return OPTIMIZERS[name], name
+    if name == "none" or (states and name != usual):
+        has = "there is no optimizer" if name == "none" else f"it is of {usual}"
+        raise errors.ArgumentError(goes_without(option, f"--optimizer {name}", has))
+    if in_backward:
+        _check_in_backward(args, ranks)
+    if on_host and args.device == "cpu":
+        raise errors.ArgumentError(goes_without(option, "--device cpu", "its memory is host memory already"))
+    return Stated(None if states else OPTIMIZERS[name], states, in_backward, on_host), name
+
+
+def _check_in_backward(args: argparse.Namespace, ranks: Ranks) -> None:
+    """Refuses an optimizer in backward where there are several backwards before its step, or gradients stay."""
+    option = "--optimizer-in-backward"
+    several = "it steps in each backward, so no gradient is left to add to"
+    if getattr(args, "accumulate", 1) > 1:
+        raise errors.ArgumentError(goes_without(option, f"--accumulate {args.accumulate}", several))
+    if not getattr(args, "set_to_none", True):
+        raise errors.ArgumentError(goes_without(option, "--no-set-to-none", "gradients are freed in backward"))
+    if ranks.pp > 1:
+        raise errors.ArgumentError(goes_without(option, "--pp", f"a pipeline has several microbatches; {several}"))
+    if ranks.fully_sharded and Layout(ranks, args.mbs or 1, args.batch).microbatches > 1:
+        what = f"--batch {args.batch}"
+        raise errors.ArgumentError(goes_without(option, what, f"that is several microbatches (--mbs); {several}"))
+
+
+def goes_without(option: str, other: str, why: str) -> str:
+    """Returns the text of the error for an option that excludes another one."""
+    return f"{option} does not go with {other}: {why}. Leave one of them out."
+
+
+def lora_of(args: argparse.Namespace) -> Lora | None:
+    """Reads the adapters of a command line; None for none.
+
+    Raises:
+        ArgumentError: They are none, or go with an option that they cannot go with.
+    """
+    words, base = getattr(args, "lora", None), getattr(args, "base", None)
+    if words is None:
+        if base is not None:
+            raise errors.ArgumentError(errors.goes_with(f"--base {base}", "--lora"))
+        return None
+    if base == "bf16" and args.dtype not in (None, "bf16"):
+        raise errors.ArgumentError(
+            goes_without("--base bf16", f"--dtype {args.dtype}", "it is the type of the weights")
+        )
+    if getattr(args, "tp", None) not in (None, 1):
+        why = "how tensor-parallel ranks share adapters is not planned"
+        raise errors.ArgumentError(goes_without("--lora", "--tp", why))
+    if (getattr(args, "layers", None) or LAYERS[0]) != LAYERS[0]:
+        why = "its kernels take a layer's weights without adapters"
+        raise errors.ArgumentError(goes_without("--lora", f"--layers {args.layers}", why))
+    return Lora.of(words)
+
+
+def with_adapters(model: nn.Module, args: argparse.Namespace, *, sharded: bool = False) -> nn.Module:
+    """Returns a model with the adapters of a command line; as it is where there are none."""
+    lora = lora_of(args)
+    if lora is None:
+        return model
+    storage = torch.bfloat16 if sharded else torch.uint8  # which FSDP gathers with the rest
+    return adapted(model, args.model, lora, args.base or BASES[0], storage)
+
+
+def states_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the options of states and adapters that a command line has."""
+    return {word: given for word in STATE_KINDS if (given := getattr(args, word, None)) is not None}
 
 
 def words_of(args: argparse.Namespace) -> dict[str, str | int]:
@@ -573,16 +708,19 @@ class AskedStep(TrainingStep):
     built_here: bool = False
     layers: HowLayersRun = None
     again: Callable[[Ranks], AskedStep] | None = None
+    asked_states: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @staticmethod
     def asked(args: argparse.Namespace) -> AskedStep:
         """Reads the step of a command line; of ranks that share it, that of one."""
-        optimizer_of("--optimizer", args.optimizer)
         ranks, loop, as_asked = ranks_of(args), loop_of(args), args
 
         def again(other: Ranks) -> AskedStep:
             return AskedStep.asked(argparse.Namespace(**{**vars(as_asked), "tp": other.tp, "cp": other.cp}))
 
+        (optimizer, name), lora = optimizer_asked(args, ranks), lora_of(args)
+        if getattr(args, "base", None) == "bf16" and args.dtype is None:
+            args = argparse.Namespace(**{**vars(args), "dtype": "bf16"})
         if ranks.fully_sharded:
             layout = Layout(ranks, args.mbs or 1, args.batch)
             loop = replace(loop, accumulate=max(loop.accumulate, layout.microbatches))
@@ -592,8 +730,15 @@ class AskedStep(TrainingStep):
             shared_experts(model, ranks)
         if built_here:
             check_head(model, args.model, call[1])
+        elif lora is not None:
+            raise errors.ArgumentError(made_by_a_function("--lora", args.model))
         meta = all(parameter.is_meta for parameter in model.parameters())
-        device, optimizer = device_of(args, "h100" if meta else None), (args.optimizer or USUAL).lower()
+        device = device_of(args, "h100" if meta else None)
+        if getattr(args, "optimizer_on_host", None) and device is None:
+            raise errors.ArgumentError(
+                f"--optimizer-on-host: copies to host memory are priced by a data sheet, and {args.model}, which has "
+                "weights, is where these are. Write the --device that is meant: --device h100."
+            )
         asked = getattr(args, "layers", None)
         if asked not in (None, LAYERS[0]) and device is None:
             raise errors.ArgumentError(
@@ -608,8 +753,9 @@ class AskedStep(TrainingStep):
             ranks = mixed_precision(model, args, ranks)
         notes = notes_on(model, args.model, call[1]) if built_here else ()
         notes += () if layers is None else tuple(layers.notes)
-        words: Any = args.model, optimizer, getattr(args, "offload", False), notes, built_here, layers, again
-        return AskedStep(model, *call, loss, OPTIMIZERS[optimizer], device, loop, ranks, *words)
+        model = with_adapters(model, args, sharded=ranks.fully_sharded)
+        words: Any = args.model, name, getattr(args, "offload", False), notes, built_here, layers, again
+        return AskedStep(model, *call, loss, optimizer, device, loop, ranks, *words, states_of(args))
 
     def __str__(self) -> str:
         data = self.as_data()
@@ -617,6 +763,7 @@ class AskedStep(TrainingStep):
         return (
             f"{self.word}: {data['class']}, {data['parameters']:,} parameters in {' and '.join(data['dtypes'])}; "
             f"{shapes or 'no tensors'}; layers {self.layers or LAYERS[0]}; optimizer {self.optimizer_word}"
+            f"{self.optimizer if isinstance(self.optimizer, Stated) else ''}"
             f"{f'; {self.ranks}' if self.ranks != ALONE else ''}"
         )
 
@@ -630,13 +777,14 @@ class AskedStep(TrainingStep):
         return {
             "model": self.word,
             "class": type(self.model).__name__,
-            "parameters": sum(weight.numel() for weight in weights),
+            "parameters": sum(map(elements, weights)),
             "dtypes": sorted({str(weight.dtype).removeprefix("torch.") for weight in weights}),
             "inputs": {
                 str(name): list(value.shape) for name, value in named.items() if isinstance(value, torch.Tensor)
             },
             "layers": layers_as_data(self.layers),
             "optimizer": self.optimizer_word,
+            **self.asked_states,
             "offload": self.offload,
             **({"ranks": self.ranks.as_data()} if self.ranks != ALONE else {}),
             "notes": list(self.notes),
@@ -668,10 +816,16 @@ def ranks_of(args: argparse.Namespace) -> Ranks:
 
 
 def mixed_precision(model: nn.Module, args: argparse.Namespace, ranks: Ranks) -> Ranks:
-    """Gives a model that is built here float32 weights, and has ranks compute in bfloat16, unless --dtype says more."""
-    if args.dtype is not None:
+    """Gives a model that is built here float32 weights, and has ranks compute in bfloat16, unless --dtype says more.
+
+    Weights stay as they are under adapters, and where the optimizer's states are smaller.
+    """
+    adapters = getattr(args, "lora", None) is not None
+    small = args.dtype is not None or getattr(args, "states", None) in ("bf16", "8bit")
+    if args.dtype == "fp32" or (small and not adapters):
         return ranks
-    model.float()
+    if not adapters:
+        model.float()
     return replace(ranks, param_dtype="bfloat16", reduce_dtype=ranks.reduce_dtype or "float32")
 
 

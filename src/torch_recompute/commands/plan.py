@@ -47,11 +47,12 @@ from ..planner.longest import Longest, LongestOnRanks, Search
 from ..planner.planner import Planner
 from ..planner.profile import Profile
 from ..planner.sent import Sent, unknown_network
+from ..planner.states import Stated
 from ..simulation.experts import shared_experts
-from ..training_step import OPTIMIZERS, USUAL, optimizer_of, states_of
+from ..training_step import OPTIMIZERS, USUAL, elements, states_of
 from . import models
 from . import output as out
-from .models import DTYPES, AskedStep
+from .models import DTYPES, AskedStep, goes_without
 from .output import OK, Output
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ def add_command(commands: Any) -> None:
     most.add_argument("--largest-batch", action="store_true", help="the largest batch that the budget holds")
     models.add_step_options(parser)
     parser.add_argument("--layers", metavar="HOW", help=models.LAYER_WORDS)
+    models.add_state_options(parser)
     models.add_loop_options(parser)
     parser.add_argument(
         "--offload",
@@ -258,10 +260,9 @@ def _print_step(console: Console, args: argparse.Namespace, planner: Planner, pl
     """Prints the plan or the curve of a step; of one that ranks share, also what this rank holds and sends."""
     step: Any = planner.step
     _print(console, step, planner.profile, plans, flat, frontier=args.frontier, explain=args.explain)
-    if step.ranks != Ranks():
-        if not args.frontier:
-            _print_rows(console, [plan_of_shard(planner, plans[0])])
-        _print_sent(console, planner.sent, planner.price.name)
+    if step.ranks != Ranks() and not args.frontier:
+        _print_rows(console, [plan_of_shard(planner, plans[0])])
+    _print_sent(console, planner.sent, planner.price.name)
 
 
 def _print_head(console: Console, head: str, notes: Sequence[str]) -> None:
@@ -347,7 +348,7 @@ def _show_peaks(args: argparse.Namespace, output: Output) -> int:
     """Shows the peak of the configurations of `--recompute`."""
     if args.offload is not False:
         why = "the one is what is recomputed, as it stands, and the other lets a plan choose"
-        raise errors.ArgumentError(_goes_without("--offload", "--recompute", why))
+        raise errors.ArgumentError(goes_without("--offload", "--recompute", why))
     with output.at_work(f"building {args.model}"):
         step = AskedStep.asked(args)
     plans = configurations("--recompute", args.recompute, step)
@@ -515,11 +516,6 @@ def _add_rank_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--reduce-dtype", metavar="DTYPE", help="in which --fsdp reduces gradients (float32)")
 
 
-def _goes_without(option: str, other: str, why: str) -> str:
-    """Returns the text of the error for an option that excludes another one."""
-    return f"{option} does not go with {other}: {why}. Leave one of them out."
-
-
 def _layout_of(args: argparse.Namespace) -> Layout | None:
     """Returns the layout over ranks that a command line describes; None for one rank."""
     given = {name: value for name in models.RANK_WORDS if (value := getattr(args, name)) is not None}
@@ -528,21 +524,28 @@ def _layout_of(args: argparse.Namespace) -> Layout | None:
         return None
     option = next((f"--{name}" for name in given), "--sequence-parallel")
     if args.plot is not None:
-        raise errors.ArgumentError(_goes_without("--plot", option, "its picture is of one device's curve"))
+        raise errors.ArgumentError(goes_without("--plot", option, "its picture is of one device's curve"))
     if args.offload is not False:
-        raise errors.ArgumentError(_goes_without("--offload", option, "plans of ranks keep all on the device"))
+        raise errors.ArgumentError(goes_without("--offload", option, "plans of ranks keep all on the device"))
     loop = {"--no-hold-output": args.hold_output, "--accumulate": args.accumulate == 1}
     loop |= {"--no-set-to-none": args.set_to_none, "--autocast": args.autocast is None}
     changed = next((word for word, is_default in loop.items() if not is_default), None)
     if changed is not None:
         why = "the schedule of a pipeline says what a rank holds"
-        raise errors.ArgumentError(_goes_without(changed, option, why))
+        raise errors.ArgumentError(goes_without(changed, option, why))
     models.check_sizes(args)
-    optimizer_of("--optimizer", args.optimizer)
-    args.optimizer = (args.optimizer or (USUAL if ranks.fully_sharded else RANK_OPTIMIZERS[0])).lower()
+    usual = USUAL if ranks.fully_sharded else RANK_OPTIMIZERS[0]
+    models.optimizer_asked(args, ranks, usual)
+    models.lora_of(args)
+    args.optimizer = (args.optimizer or usual).lower()
+    if args.optimizer_on_host and args.optimizer == "sgd":
+        raise errors.ArgumentError(goes_without("--optimizer-on-host", "--optimizer sgd", "it has no states"))
+    if args.optimizer_on_host and ranks.fully_sharded:
+        why = "of a pipeline whose ranks share weights, states are planned on the device"
+        raise errors.ArgumentError(goes_without("--optimizer-on-host", "--fsdp", why))
     if args.optimizer not in RANK_OPTIMIZERS and not ranks.fully_sharded:
         why = f"of ranks, whose optimizer is Megatron's, are planned {', '.join(RANK_OPTIMIZERS)}"
-        raise errors.ArgumentError(_goes_without(f"--optimizer {args.optimizer}", option, why))
+        raise errors.ArgumentError(goes_without(f"--optimizer {args.optimizer}", option, why))
     return Layout(ranks, args.mbs or 1, args.batch)
 
 
@@ -564,6 +567,8 @@ class _OnRanks:
         self.tokens = int(batch["input_ids"].shape[1])
         self.layers = models.run_as(self.model, args.layers, layout.ranks)
         self.notes = *models.notes_on(self.model, args.model, batch), *(self.layers.notes if self.layers else ())
+        self.model = models.with_adapters(self.model, args, sharded=layout.ranks.fully_sharded)
+        self.kept = Stated(None, args.states or "", on_host=bool(args.optimizer_on_host))
 
     def ranks(self, kind: type[Ranked], *, tokens: int | None = None, mbs: int | None = None) -> Ranked:
         """Returns the ranks, with tokens in a sequence and sequences in a microbatch as asked, or others."""
@@ -571,15 +576,16 @@ class _OnRanks:
         if mbs is not None:
             layout = replace(layout, mbs=mbs, batch=layout.microbatches * layout.ranks.batches * mbs)
         device = models.device_of(args, "h100")
-        return kind(self.model, args.model, layout, tokens or self.tokens, args.optimizer, device)
+        return kind(self.model, args.model, layout, tokens or self.tokens, args.optimizer, device, self.kept)
 
     def give(self, found: dict[str, Any], show: Callable[[Console], None], *more: str) -> int:
         """Prints what was found, below what the step is and `more` notes, or as a JSON document beside it."""
-        args, parameters = self.args, sum(parameter.numel() for parameter in self.model.parameters())
+        args, parameters = self.args, sum(map(elements, self.model.parameters()))
         layers = f"layers {self.layers or models.LAYERS[0]}"
-        head = f"{args.model}: {parameters:,} parameters, {self.tokens} tokens, {layers}, optimizer {args.optimizer}"
+        head = f"{args.model}: {parameters:,} parameters, {self.tokens} tokens, {layers}, "
+        head += f"optimizer {args.optimizer}{self.kept}"
         step = {"model": args.model, "sequence": self.tokens, "layers": models.layers_as_data(self.layers)}
-        step |= {"optimizer": args.optimizer}
+        step |= {"optimizer": args.optimizer, **models.states_of(args)}
         notes = [*dict.fromkeys(filter(None, (*self.notes, *more)))]
         step |= {"device": args.device or "h100", "layout": self.layout.as_data(), "notes": notes}
 

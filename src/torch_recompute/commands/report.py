@@ -32,7 +32,7 @@ from ..plan.plan import Plan
 from ..training_step import OPTIMIZERS, Loss, MakeOptimizer, TrainingStep
 from . import models
 from . import output as out
-from .models import DTYPES, POINTS, RANK_KINDS, RANK_WORDS, STEP_WORDS, AskedStep
+from .models import DTYPES, POINTS, RANK_KINDS, RANK_WORDS, STATE_KINDS, STEP_WORDS, AskedStep
 from .output import OK, Output
 from .report_data import Clock, Reported, collect
 
@@ -193,8 +193,10 @@ def _step(args: argparse.Namespace) -> argparse.Namespace:
                 "plan --out wrote does. Add --model MODEL, and what else torch-recompute plan takes to describe a "
                 "step."
             )
-        known: dict[str, Any] = {"dtype": DTYPES, "optimizer": OPTIMIZERS, "device": (*DEVICES, "cpu")}
-        kinds = {"model": str, "layers": str, **dict.fromkeys(("batch", "sequence", *RANK_WORDS), int), **RANK_KINDS}
+        states = {name: allowed for name, allowed in STATE_KINDS.items() if allowed is not str}
+        known: dict[str, Any] = {"dtype": DTYPES, "optimizer": OPTIMIZERS, "device": (*DEVICES, "cpu"), **states}
+        kinds = {**dict.fromkeys(("model", "layers", "lora"), str), **RANK_KINDS}
+        kinds |= dict.fromkeys(("batch", "sequence", *RANK_WORDS), int)
         for name, word in words.items():
             if not (word in known[name] if name in known else type(word) is kinds.get(name)):
                 raise errors.ArgumentError(

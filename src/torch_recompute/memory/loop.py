@@ -40,6 +40,8 @@ class Loop:
         autocast: The dtype of `torch.autocast` around the forward, as "bfloat16"; "" for none.
         batch_bytes: The bytes of the call's tensors on the device.
         output_bytes: The bytes that the held output keeps alive once backward has ended.
+        frees_gradients: Whether hooks of parameters free their gradients in backward, as an optimizer does that steps
+            there.
     """
 
     hold_output: bool = True
@@ -49,6 +51,7 @@ class Loop:
     autocast: str = ""
     batch_bytes: int = 0
     output_bytes: int = 0
+    frees_gradients: bool = False
 
     def __post_init__(self) -> None:
         for name, means in _MEANS.items():
@@ -87,6 +90,8 @@ class Loop:
             f"loss: {self.loss or 'not known'}",
             f"{self.accumulate} backwards per step, gradients alive in forward"
             if self.accumulate > 1
+            else "gradients freed in backward, one by one"
+            if self.frees_gradients
             else f"gradients {'set to None' if self.set_to_none else 'zeroed and alive in forward'}",
             f"autocast {self.autocast}" if self.autocast else "no autocast",
         ]

@@ -224,7 +224,9 @@ class FirstSteps(ForwardWrapper):
         return result
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called after each step of any optimizer."""
+        """Called after each step of any optimizer; one within backward is of a part of the model."""
+        if _torch.in_backward():
+            return
         own = {id(parameter) for parameter in self.module.parameters()}
         if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
             self._optimizer = optimizer

@@ -1,17 +1,18 @@
 """Options of a step, besides recomputation, that lower its peak; each with the peak that it leads to.
 
-A budget below the least peak of any plan is answered with what would do, in numbers: another optimizer, a loop that
-holds less, inputs in host memory, a smaller batch. Each is tried by itself, by a simulation of the step with the plan
-that keeps the fewest activations: the plan with the least peak may keep more, where the optimizer's step holds the peak
-and a better optimizer would not.
+A budget below the least peak of any plan is answered with what would do, in numbers: another optimizer, its states in 8
+bits or in host memory, its step in backward, a loop that holds less, inputs in host memory, a smaller batch. Each is
+tried by itself, by a simulation of the step with the plan that keeps the fewest activations: the plan with the least
+peak may keep more, where the optimizer's step holds the peak and a better optimizer would not.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -22,11 +23,12 @@ from ..plan.apply import apply
 from ..plan.plan import Plan
 from ..plan.ranks import Ranks
 from ..simulation import Simulation, simulate_step
-from ..training_step import OPTIMIZERS, TrainingStep
+from ..training_step import OPTIMIZERS, USUAL, TrainingStep
 from .configurations import made_of
 from .hosts import HostApart
 from .layout import LayoutPlanner
 from .planner import Planner
+from .states import Make, Stated
 
 LEAN_OPTIMIZERS = ("adamw-fused", "adafactor", "sgd")  # which may take less memory than another
 _WORTH = 0.99  # of the least peak: what lowers it by less is not worth a word
@@ -50,6 +52,9 @@ def alternatives(planner: Planner, budget: int | None = None) -> list[Alternativ
     found: list[Alternative] = []
     for option, keyword, step, plan in _changed(planner):
         found.append(Alternative(option, keyword, _peak(step, plan)))
+    for option, keyword, step in _stated(planner):
+        with contextlib.suppress(Exception):  # whatever an optimizer of the user's may raise that is made otherwise
+            found.append(Alternative(option, keyword, _peak(step, planner.leanest)))
     found += [*_smaller_batches(planner, budget)][-1:]
     least = planner.least[1].peak_bytes
     return sorted((one for one in found if one.peak_bytes < _WORTH * least), key=lambda one: one.peak_bytes)
@@ -117,6 +122,27 @@ def on_more_ranks(planner: LayoutPlanner) -> list[Alternative]:
         found.append(Alternative(f"--{option.replace('=', ' ')}", f"Ranks({option})", fullest))
     least = max(rank.least.peak.bytes for rank in planner.pipeline.ranks)
     return sorted((one for one in found if one.peak_bytes < _WORTH * least), key=lambda one: one.peak_bytes)
+
+
+def _stated(planner: Planner) -> Iterator[tuple[str, str, TrainingStep]]:
+    """Yields the step with an optimizer whose states are smaller or elsewhere, or that steps in backward."""
+    step, own = planner.step, planner.step.optimizer
+    if own is None or planner.plain.loop.frees_gradients:
+        return
+    if not isinstance(own, Stated):
+        own = Stated(cast("Make", type(own)) if isinstance(own, torch.optim.Optimizer) else own)
+    adamw = own.make in (None, torch.optim.AdamW, torch.optim.Adam, OPTIMIZERS[USUAL])
+    if adamw and own.states != "8bit":
+        option = "--states 8bit" if own.make in (None, OPTIMIZERS[USUAL]) else f"--optimizer {USUAL} --states 8bit"
+        changed = replace(own, make=None, states="8bit")
+        yield option, "moments of 8 bits, as torchao.optim.AdamW8bit's", replace(step, optimizer=changed)
+    if step.loop.accumulate == 1 and step.loop.set_to_none:
+        words = "a step in backward, by register_post_accumulate_grad_hook"
+        yield "--optimizer-in-backward", words, replace(step, optimizer=replace(own, in_backward=True))
+    sheet = step.where.roofline
+    if sheet is not None and sheet.host is not None:
+        words = "states and step in host memory, as torchao.optim.CPUOffloadOptimizer's"
+        yield "--optimizer-on-host", words, replace(step, optimizer=replace(own, on_host=True))
 
 
 def _smaller_batches(planner: Planner, budget: int | None) -> Iterator[Alternative]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import difflib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, cast
 
@@ -39,7 +39,7 @@ from ..plan.plan import Plan
 from ..plan.units import find_units
 from ..simulation import Simulation, simulate_step
 from ..simulation.recording import SHARDING
-from ..training_step import Loss, MakeOptimizer, TrainingStep
+from ..training_step import Loss, MakeOptimizer, TrainingStep, elements
 from .hosts import stores_for
 from .ops import Op, op_of
 from .prices import Measured, prices_for, seconds_of
@@ -78,8 +78,9 @@ class ConfiguredStep:
         replay_seconds: Of those among them that run again.
         device: What the seconds are of.
         timing: Where they are from, in words; "" for a data sheet.
-        host_bytes: The most that is kept in host memory. What copies there and back take is not in the seconds.
+        host_bytes: The most that is kept in host memory. What copies of activations take is not in the seconds.
         sent: What a rank sends; those seconds that FSDP hides behind what is computed are not in the step's.
+        per_parameter: Bytes of weights per parameter, and of gradients and states per trained one, on all ranks.
     """
 
     name: str
@@ -91,6 +92,7 @@ class ConfiguredStep:
     timing: str = ""
     host_bytes: int = 0
     sent: tuple[Sent, ...] = ()
+    per_parameter: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def peak_bytes(self) -> int:
@@ -133,6 +135,7 @@ class ConfiguredStep:
             "replay_flops": self.simulation.flops["replay"],
             "host_bytes": self.host_bytes,
             "sent": [one.as_data() for one in self.sent],
+            "bytes_per_parameter": {name.replace(" ", "_"): each for name, each in self.per_parameter.items()},
             "regions": len(self.plan),
             "advice": self.simulation.advice,
             "assumed": list(self.simulation.assumed),
@@ -264,7 +267,21 @@ def _configured(step: TrainingStep, name: str, plan: Plan, price: Roofline | Mea
         every[op] += number
     timing = price.timing if isinstance(price, Measured) else ""
     sends = sent(every, price, hidden, times)
-    return ConfiguredStep(name, plan, found, step_seconds, replay_seconds, price.name, timing, most_hosted, sends)
+    words = price.name, timing, most_hosted + found.host_bytes, sends, _each(step, found)
+    return ConfiguredStep(name, plan, found, step_seconds, replay_seconds, *words)
+
+
+def _each(step: TrainingStep, found: Simulation) -> dict[str, float]:
+    """Bytes per parameter: of weights, and per trained one of gradients and states, here and in host memory."""
+    weights = list(step.model.parameters())
+    trained = [weight for weight in weights if weight.requires_grad]
+    count, shards = sum(map(elements, trained)) or 1, step.ranks.shards
+    each = {
+        "weights": sum(weight.nbytes for weight in weights) / (sum(map(elements, weights)) or 1),
+        "gradients": sum(weight.nbytes for weight in trained) / count,
+        "states": found.live_by_category["optimizer"] * shards / count,
+    }
+    return {**each, **({"in host memory": found.host_bytes * shards / count} if found.host_bytes else {})}
 
 
 # --- words ---
@@ -385,6 +402,8 @@ def _lines(steps: Sequence[ConfiguredStep]) -> Iterator[str]:
 
 def _said(steps: Sequence[ConfiguredStep]) -> Iterator[tuple[str, str]]:
     """Notes on all steps: the word that each begins with, and the note, once."""
+    for each in dict.fromkeys(", ".join(f"{n:.2f} {name}" for name, n in one.per_parameter.items()) for one in steps):
+        yield "bytes per parameter", f"{each} (of gradients and states, per trained one)"
     for loop in dict.fromkeys(one.simulation.loop for one in steps):
         yield "counted", str(loop)
     yield "not counted", NOT_COUNTED
@@ -394,7 +413,9 @@ def _said(steps: Sequence[ConfiguredStep]) -> Iterator[tuple[str, str]]:
         yield "not in the seconds", "what FSDP sends while something is computed, which is said as hidden"
     for said in dict.fromkeys(filter(None, (unknown_network(one.sent, one.device) for one in steps))):
         yield "network", said
-    if any(one.host_bytes for one in steps):
+    if any(one.simulation.host_bytes for one in steps):
+        yield "not in the seconds", "what the host computes in the optimizer's step"
+    if any(one.host_bytes > one.simulation.host_bytes for one in steps):
         yield "not in the seconds", "copies to host memory and back that take longer than what is computed meanwhile"
     for words in dict.fromkeys(words for one in steps for words in one.simulation.assumed):
         yield "assumed", words

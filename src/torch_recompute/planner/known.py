@@ -36,6 +36,7 @@ from torch import nn
 
 from .. import _torch, errors
 from .._torch.fakes import is_wrapper
+from .._torch.graphs import gradient_hooks
 from .._torch.modes import settings, split_settings
 from ..memory.ledger import storages
 from ..memory.operations import kind_of
@@ -155,6 +156,7 @@ class _Describer(pickle.Pickler):
             "layout": (tuple(tensor.shape), tensor.dtype, tensor.layout),
         }
         found["grad"], found["attributes"] = tensor.requires_grad, vars(tensor)
+        found["hooks"] = gradient_hooks(tensor)
         for device, storage in storages(tensor):
             self._alive.append(storage)
             number = self._storages.setdefault(id(storage), len(self._storages))
@@ -248,7 +250,7 @@ def made_for(step: TrainingStep, budget: object, offload: object, sizes: Sequenc
     modules = [(path, _name(type(module)), module.training) for path, module in model.named_modules()]
     kinds = {type(module) for module in model.modules()}
     device = step.device or next((t.device for _, t in tensors), torch.device("cpu"))
-    given = _source(optimizer)
+    given, hooks = _source(optimizer), sum(len(gradient_hooks(weight)) for weight in model.parameters())
     if isinstance(optimizer, torch.optim.Optimizer):  # learning rates change, and nothing in memory with them
         given = {name: bool(value) for name, value in optimizer.defaults.items() if not isinstance(value, torch.Tensor)}
     return {
@@ -256,7 +258,7 @@ def made_for(step: TrainingStep, budget: object, offload: object, sizes: Sequenc
         "code": _hash(sorted(_source(base) for kind in kinds for base in kind.__mro__)),
         "batch": _shapes(step.call),
         "loss": _hash(_source(step.loss)),
-        "optimizer": [_name(optimizer if inspect.isroutine(optimizer) else type(optimizer)), str(given)],
+        "optimizer": [_name(optimizer if inspect.isroutine(optimizer) else type(optimizer)), str(given), hooks],
         "budget": str(budget),
         "loop": step.loop.words,
         "settings": _hash(split_settings(settings())[0], torch.get_default_dtype(), offload),

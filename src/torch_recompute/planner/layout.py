@@ -26,6 +26,7 @@ from torch import nn
 
 from .. import errors
 from .._text import table
+from .._torch.fakes import host_of
 from ..devices import Device
 from ..memory.budget import Limit
 from ..memory.loop import Loop
@@ -40,9 +41,11 @@ from .prices import prices_for
 from .schedules import Pipeline, one_f_one_b, orders_named
 from .sent import Sent, between, sent, together
 from .stage_runs import StageRun
+from .states import Stated, new_states, trained, update, weights_of
 from .tensor_parallel import check_divides, rank_model
 
-MOMENTS = ("mean", "square")
+USUALLY, MEGATRONS = Stated(), "fp32-master"
+NUMBERS = (1e-3, 0.9, 0.999, 1e-8, 0.01, 1)  # of AdamW's step, on which no memory depends
 STATES = {"weight": "parameters", "gradient": "gradients", "optimizer": "optimizer"}
 STAGES, GRADIENTS, WEIGHTS = "between stages", "gradients of replicas", "weights of replicas"
 
@@ -297,21 +300,30 @@ class LayoutRanks:
         tokens: In a sequence.
         optimizer: "adamw", "sgd" or "none".
         device: See `profile`.
+        kept: The states of "adamw", and whether they are in host memory.
 
     Raises:
         ArgumentError: The model cannot be spread so.
     """
 
     def __init__(
-        self, model: nn.Module, word: str, layout: Layout, tokens: int, optimizer: str, device: Device
+        self,
+        model: nn.Module,
+        word: str,
+        layout: Layout,
+        tokens: int,
+        optimizer: str,
+        device: Device,
+        kept: Stated = USUALLY,
     ) -> None:
-        self.layout, self.tokens, self._optimizer, self._of = layout, tokens, optimizer, (model, word, device)
+        self.layout, self.tokens, self._optimizer, self._of = layout, tokens, (optimizer, kept), (model, word, device)
         part, self.paths, batch = one_rank(model, word, layout.ranks, layout.mbs, tokens)
         self.cut = layout.pipeline(len(self.paths))
         loop = Loop(hold_output=False)
         self.step = TrainingStep(part, (), batch, any_loss, device=device, loop=loop, ranks=layout.ranks)
         self._sharded = layout.ranks.fully_sharded  # which torch's runtime runs
-        self.make = OPTIMIZERS[optimizer] if self._sharded else partial(Sharded, ranks=layout.ranks, word=optimizer)
+        make = OPTIMIZERS[optimizer] if not kept.states else Stated(states=kept.states)
+        self.make = make if self._sharded else partial(Sharded, ranks=layout.ranks, word=optimizer, kept=kept)
 
     @cached_property
     def pipeline(self) -> PipelineStages:
@@ -322,7 +334,8 @@ class LayoutRanks:
     def spread(self, layout: Layout) -> LayoutRanks:
         """The same step, spread in another way."""
         model, word, device = self._of
-        return LayoutRanks(model, word, layout, self.tokens, self._optimizer, device)
+        optimizer, kept = self._optimizer
+        return LayoutRanks(model, word, layout, self.tokens, optimizer, device, kept)
 
     def under(self, plan: Plan) -> list[RankPlan]:
         """Each rank under a plan that is stated, without a prediction."""
@@ -375,7 +388,7 @@ class LayoutRanks:
             found.append(between(count * sum(crossed), ranks.world // ranks.pp + 1, price, STAGES, overlaps=overlaps))
         weights = [] if self._sharded else [runner.model.get_parameter(name) for name in rank.parameters]
         own: dict[str, int] = dict.fromkeys((GRADIENTS, WEIGHTS), 0)
-        for weight in weights:
+        for weight in trained(weights):
             replicas = ranks.copies_of(weight)
             size = weight.numel() * (replicas - 1) // replicas
             own[GRADIENTS] += size * max(weight.itemsize, 4 if ranks.reduce_dtype == "float32" else 0)
@@ -390,10 +403,8 @@ class LayoutRanks:
 class LayoutPlanner(LayoutRanks):
     """A model whose step is spread over ranks, and plans for each; the arguments are those of `LayoutRanks`."""
 
-    def __init__(
-        self, model: nn.Module, word: str, layout: Layout, tokens: int, optimizer: str, device: Device
-    ) -> None:
-        super().__init__(model, word, layout, tokens, optimizer, device)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.planner = Planner(self.step)
         assert paths_of_layers(self.planner) == self.paths
 
@@ -463,18 +474,18 @@ class Sharded(torch.optim.Optimizer):
     Gradients are in buffers from the first step to the last, because several microbatches add to them. The state is
     sharded over the replicas (ZeRO-1, `--use-distributed-optimizer`): a rank keeps and updates its share of each
     weight. Of weights of 16 bits the state holds a copy in 32 bits, beside the two moments in 32 bits: 12 bytes per
-    parameter, divided by the replicas. "sgd" has no state, "none" has gradients and no step.
+    parameter, divided by the replicas; or other ones, as asked. In host memory the step is there, too, as with
+    `--optimizer-cpu-offload`. "sgd" has no state, "none" has gradients and no step.
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor], ranks: Ranks, word: str) -> None:
+    def __init__(self, parameters: Iterable[torch.Tensor], ranks: Ranks, word: str, kept: Stated = USUALLY) -> None:
         super().__init__(parameters, {})
-        self._ranks = ranks
-        self._word = word
+        self._ranks, self._word, self._kept = ranks, word, kept
         for parameter in self._parameters():
             parameter.grad = torch.zeros_like(parameter)
 
     def _parameters(self) -> list[torch.Tensor]:
-        return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        return trained(weights_of(self))
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Keeps the buffers."""
@@ -493,16 +504,19 @@ class Sharded(torch.optim.Optimizer):
             if self._word == "sgd":
                 own.add_(gradient, alpha=-1e-3)
                 continue
-            state: dict[str, torch.Tensor] = self.state[parameter]
+            state: dict[str, Any] = self.state[parameter]
             if not state:
-                state["weight"] = own.float() if own.dtype != torch.float32 else own
-                for name in MOMENTS:
-                    state[name] = torch.zeros(share, dtype=torch.float32, device=own.device)
-            for name in MOMENTS:
-                state[name].mul_(0.9).add_(gradient)
-            state["weight"].addcdiv_(state["mean"], state["square"])
-            if state["weight"] is not own:
-                own.copy_(state["weight"])
+                copied = own.to(host_of(parameter)) if self._kept.on_host else None
+                state.update(
+                    copy=copied,
+                    held=new_states(own if copied is None else copied, self._kept.states or MEGATRONS),
+                )
+            copied = state["copy"]
+            if copied is None:
+                update(own, gradient, state["held"], *NUMBERS)
+            else:
+                update(copied, gradient.to(copied.device), state["held"], *NUMBERS)
+                own.copy_(copied)
 
 
 def no_pipeline(model: str, cls: str) -> str:

@@ -16,7 +16,7 @@ import torch
 
 from .. import _torch
 from .._torch import is_operator
-from .._torch.fakes import device_of, writes
+from .._torch.fakes import APART, device_of, writes
 from .._torch.flops import flops, fused_on_cpu
 from ..memory.operations import Operation, Operations
 
@@ -90,6 +90,19 @@ class Op:
         ends = {"in": self.args, "out": self.results, "either": (self.args, self.results)}
         moved = max((meta.bytes for meta in metas(ends[side])), default=0)
         return times * (moved - moved // size if size else moved)
+
+    @property
+    def in_host_memory(self) -> bool:
+        """Whether it reads or writes host memory beside a device by its data sheet."""
+        return any(meta.device == APART.type for meta in metas((self.args, self.kwargs, self.results)))
+
+    @property
+    def moved(self) -> str:
+        """Whether it goes to such memory, or comes from it, and what: in words; "" for what is done on one side."""
+        devices = {meta.device for meta in metas((self.args, self.kwargs, self.results)) if meta.shape}
+        if APART.type not in devices or len(devices) == 1:
+            return ""
+        return "gradients to host memory" if self.results[0].device == APART.type else "weights from host memory"
 
     @property
     def group(self) -> RankGroup:

@@ -43,7 +43,7 @@ from .cost import Costs, Host, Kind, Option, Point, Segment, Solution, begins, h
 from .hosts import HostApart, limit_of, link_of, waited
 from .known import known
 from .ops import Op, op_of
-from .prices import Measured, Overhead, prices_for, seconds_of
+from .prices import Measured, Overhead, hidden_copies, prices_for, seconds_of
 from .profile import Profile
 from .segments import CapturedCall, capture, group, regions, spans
 from .sent import Sent, overlapped, sent
@@ -93,7 +93,7 @@ class Planner:
         # Costs that are taken too high may not see that it fits.
         self._without = Solution(plain, self.plain.peak_bytes, 0.0, "no regions are needed")
         self.optimizer_seconds, seconds = seconds_of(self.known.ran, self.price, step.loop.accumulate)
-        self._hidden: dict[str, float] = {}
+        self._hidden = hidden_copies(self.known.ran, self.price)
         if self.known.order:
             once, self._hidden = overlapped(self.known.order, self.price)
             seconds = step.loop.accumulate * once + self.optimizer_seconds
@@ -343,7 +343,7 @@ class Planner:
         for kind, first in sorted(firsts.items(), key=lambda one: -self._kinds.count(one[0])):
             path, call, found = self.paths[first], captured.calls[first], records[kind]
             with captured.running():
-                plain = attempt(call, [], captured.pretend)
+                plain = attempt(call, [], captured.pretend, frees=self._loop.frees_gradients)
                 options = [self._option(plain, (), plain)]
                 own = dict.fromkeys(guess.regions for guess in guessed[path if path in several else kind])
                 # A first layer, whose input needs no grad, tries what was best for the others.
@@ -388,7 +388,7 @@ class Planner:
             paths = tuple(joined(str(i), part) for i in range(len(of) or 1) for part in region.paths)
             choices.append(replace(region, paths=paths, carry=carry))
         try:
-            return attempt(call, choices, self._captured.pretend)
+            return attempt(call, choices, self._captured.pretend, frees=self._loop.frees_gradients)
         except errors.RecomputeError:
             return None
 

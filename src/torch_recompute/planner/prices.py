@@ -241,8 +241,32 @@ def seconds_of(ran: Mapping[tuple[str, Op], int], price: Callable[[Op], float], 
     """
     prices = [(phase, price(op) * count) for (phase, op), count in ran.items()]
     optimizer = sum((seconds for phase, seconds in prices if phase == "optimizer"), 0.0)
-    once = sum(seconds for _, seconds in prices) - optimizer
+    once = sum(seconds for _, seconds in prices) - optimizer - sum(hidden_copies(ran, price).values())
     return optimizer, accumulate * once + optimizer
+
+
+def hidden_copies(ran: Mapping[tuple[str, Op], int], price: Callable[[Op], float]) -> dict[str, float]:
+    """Seconds of an optimizer's copies to host memory and back that backward hides, by purpose; see `seconds_of`.
+
+    They go beside it, as ZeRO-Offload and torchao send them.
+    """
+    moved: dict[str, float] = {}
+    room = 0.0
+    for (phase, op), count in ran.items():
+        if phase == "backward" and op.moved:
+            moved[op.moved] = moved.get(op.moved, 0.0) + price(op) * count
+        elif phase == "backward":
+            room += price(op) * count
+    return hidden_in(room, moved)
+
+
+def hidden_in(room: float, moved: Mapping[str, float]) -> dict[str, float]:
+    """Of the seconds of copies by purpose, those that so many others hide."""
+    hidden: dict[str, float] = {}
+    for word, seconds in moved.items():
+        hidden[word] = min(seconds, room)
+        room -= hidden[word]
+    return hidden
 
 
 def roofline_of(device: torch.device) -> Roofline:

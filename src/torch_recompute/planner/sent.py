@@ -24,7 +24,7 @@ from typing import Any
 from .. import errors
 from ..devices import UNKNOWN_NETWORK, Roofline
 from .ops import Op
-from .prices import Measured
+from .prices import Measured, hidden_in
 
 _WORDS = {
     "tensor": "within layers",
@@ -93,9 +93,9 @@ def sent(ran: Mapping[Op, int], price: Price, hidden: Mapping[str, float], times
     """
     found: dict[tuple[str, str], tuple[int, float]] = {}
     for op, count in ran.items():
-        nbytes = op.sent_bytes
+        nbytes = op.results[0].bytes if op.moved else op.sent_bytes
         if nbytes is not None:
-            key = what(op), link_over(price, op.group.span)[0]
+            key = (op.moved, "link to the host") if op.moved else (what(op), link_over(price, op.group.span)[0])
             before = found.get(key, (0, 0.0))
             found[key] = before[0] + nbytes * count, before[1] + price(op) * count
     return tuple(
@@ -127,6 +127,7 @@ def together(several: Iterable[Sent]) -> list[Sent]:
 def overlapped(ran: Iterable[Op], price: Price) -> tuple[float, dict[str, float]]:
     """Seconds of operations in their order where FSDP sends beside them, and by purpose the seconds that are hidden."""
     computed = sending = copied = reduced = 0.0  # when each line ended; the last copy out; the last reduction
+    hosted: dict[str, float] = {}  # seconds of copies to host memory and back, which are beside all else
     gathers: deque[float] = deque()
     total: dict[str, float] = {}
     waited: dict[str, float] = {}
@@ -139,6 +140,9 @@ def overlapped(ran: Iterable[Op], price: Price) -> tuple[float, dict[str, float]
 
     for op in ran:
         seconds = price(op)
+        if op.moved:
+            hosted[op.moved] = hosted.get(op.moved, 0.0) + seconds
+            continue
         word = what(op) if op.sent_bytes is not None else ""
         if word in ("weights of FSDP", "gradients of FSDP", "gradients over replicas"):
             total[word] = total.get(word, 0.0) + seconds
@@ -158,4 +162,5 @@ def overlapped(ran: Iterable[Op], price: Price) -> tuple[float, dict[str, float]
             computed += seconds
             copied = computed if op.func.name().startswith(_COPY_OUT) else copied
     wait(reduced, last)
-    return computed, {word: max(0.0, seconds - waited.get(word, 0.0)) for word, seconds in total.items()}
+    hidden = {word: max(0.0, seconds - waited.get(word, 0.0)) for word, seconds in total.items()}
+    return max(computed, sum(hosted.values())), {**hidden, **hidden_in(computed, hosted)}

@@ -43,6 +43,7 @@ from ..training_step import TrainingStep, loss_of
 from .ops import Op, logging, op_of
 from .rank_memory import StageBytes
 from .schedules import BACKWARD, FORWARD, INPUTS, REDUCE, WEIGHTS
+from .states import trained
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ class StageRunner:
         self.call, self._ranks = faker.arguments(*step.call), step.ranks
         self.loss, self.stages, self.release = step.loss or loss_of, stages, release
         self.modules = ModuleStack({id(module): path for path, module in self.model.named_modules()})
-        self.pretend = FakeMode(fakes, lambda: self.modules.now()[1], step.where.target)
+        self.pretend = FakeMode(fakes, lambda: self.modules.now()[1], step.where.target, step.host)
         with self.pretend:
             share_context(self.model, self._ranks)
             share_experts(self.model, self._ranks)
@@ -225,7 +226,7 @@ class StageRunner:
         parameters = [self.model.get_parameter(name) for name in names]
         ran: Counter[Op] = Counter()
         with self._running():
-            for parameter in parameters:
+            for parameter in trained(parameters):
                 parameter.grad = torch.empty_like(parameter)
             optimizer = make(parameters)
             step_as_there(optimizer, self.device, self.pretend)

@@ -35,11 +35,13 @@ from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
 from .. import errors
+from .._torch.graphs import gradient_hooks
 from .._torch.ranks import functional
 from ..plan.calls import declare_product
 from ..plan.ranks import Ranks, those_that_fit
 from ..plan.units import find_units
 from ..simulation.fused import in_8_bits, keeps_8_bits, out_of_8_bits
+from ..simulation.step import OF_WHOLE_WEIGHTS
 
 WIDTHS = (
     "num_attention_heads",
@@ -126,6 +128,8 @@ def of_one_rank(model: nn.Module, ranks: Ranks) -> nn.Module:
             "  Write Ranks(..., zero=0) for ranks that share nothing, or zero=3 for those of FSDP2. With Megatron's "
             "optimizer it is torch-recompute plan --dp."
         )
+    if ranks.tp > 1 and any(map(gradient_hooks, model.parameters())):
+        raise errors.ArgumentError(OF_WHOLE_WEIGHTS)
     if ranks.tp == 1:
         return model
     return rank_model(model, type(model).__name__, ranks.tp, ranks.sequence_parallel, ranks.expert_tp)[0]

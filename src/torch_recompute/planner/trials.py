@@ -115,13 +115,14 @@ class _Source(torch.autograd.Function):
         return None, None
 
 
-def attempt(call: SegmentCall, choices: Sequence[Choice], pretend: FakeMode) -> Tried:
+def attempt(call: SegmentCall, choices: Sequence[Choice], pretend: FakeMode, *, frees: bool = False) -> Tried:
     """Runs a segment under some choices.
 
     Args:
         call: The segment.
         choices: Their paths are relative to the modules: "0" is the first one, "0.mlp" a part of it.
         pretend: The mode of its fake tensors, which is active.
+        frees: Whether the gradients of parameters are freed as they come.
 
     Raises:
         RecomputeError: The engine refuses the choices, or they say that what is read is unread.
@@ -131,14 +132,22 @@ def attempt(call: SegmentCall, choices: Sequence[Choice], pretend: FakeMode) -> 
     host = HostApart()
     stores = {"host": host} if any(choice.store for choice in choices) else {}
     handle = apply(holder, Plan(tuple(choices)), stores=stores)
+    trained = [weight for weight in holder.parameters() if weight.requires_grad and frees]
+    hooks = [weight.register_post_accumulate_grad_hook(_free) for weight in trained]
     try:
         with refusing():
             keeps = any(choice.keep or choice.carry for choice in choices)
             return _run(call, holder, pretend, host, keeps)
     finally:
         handle.remove()
+        for hook in hooks:
+            hook.remove()
         for parameter, gradient in gradients:
             parameter.grad = gradient
+
+
+def _free(weight: torch.Tensor) -> None:
+    weight.grad = None
 
 
 class _Watch:

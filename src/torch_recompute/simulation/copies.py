@@ -2,14 +2,18 @@
 
 `Faker` copies the model: `copy.deepcopy` does, and a function mode answers for its tensors. Tied parameters stay tied;
 tensors over one storage get fakes over one storage of its size. On meta, integers are taken to be ones, which as a mask
-hides nothing and as ids are valid. What a closure reaches is not copied; the caller checks afterwards that nothing of
-the original was touched. No tensor of the caller's is written to, and of parameters none is read.
+hides nothing and as ids are valid. A hook of a parameter's gradient, by which an optimizer steps in backward, is copied
+with what its closure and its names reach. What other closures reach is not copied; the caller checks afterwards that
+nothing of the original was touched. No tensor of the caller's is written to, and of parameters none is read.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +22,8 @@ from torch.overrides import TorchFunctionMode
 
 from .. import _torch, errors
 from .._torch.fakes import FakeMaker, FakeTensorMode, fake_like, is_sharded, is_wrapper, over
+from .._torch.graphs import gradient_hooks
+from ..memory.operations import kind_of
 from .made_up import floats, is_hollow, keeps_values, stays
 
 
@@ -44,6 +50,45 @@ class Faker:
                     self.tensor(tensor, name)
         with _Copying(self):
             return copy.deepcopy(things, self._memo)
+
+    def gradient_hooks(self, model: nn.Module) -> int:
+        """Gives the copies of a model's parameters the hooks of its gradients, copied; returns how many there are."""
+        found = [(weight, hook) for weight in model.parameters() for hook in gradient_hooks(weight)]
+        for weight, hook in found:
+            self.tensor(weight).register_post_accumulate_grad_hook(self._function(hook))
+        return len(found)
+
+    def _function(self, fn: Any) -> Any:
+        """A function over the copies of what it reaches: by its closure, by names of its module, by its object."""
+        if isinstance(fn, partial):
+            return partial(self._function(fn.func), *map(self._reached, fn.args), **self._reached(fn.keywords))
+        if isinstance(fn, types.MethodType):
+            return types.MethodType(fn.__func__, self._reached(fn.__self__))
+        if not isinstance(fn, types.FunctionType):
+            return self._reached(fn)
+        if id(fn) not in self._memo:
+            cells = tuple(types.CellType() for _ in fn.__closure__ or ())
+            names = {**fn.__globals__}
+            made = types.FunctionType(fn.__code__, names, fn.__name__, None, cells)
+            self._memo[id(fn)] = made  # before what it reaches, which may be itself
+            for cell, old in zip(cells, fn.__closure__ or (), strict=True):
+                with contextlib.suppress(ValueError):  # an empty one
+                    cell.cell_contents = self._reached(old.cell_contents)
+            names.update({name: self._reached(names[name]) for name in _names(fn.__code__) if name in names})
+            made.__defaults__, made.__kwdefaults__ = self._reached((fn.__defaults__, fn.__kwdefaults__))
+        return self._memo[id(fn)]
+
+    def _reached(self, value: Any) -> Any:
+        """The copy of what a function reaches; of a library's function, and of what cannot be copied, itself."""
+        if isinstance(value, (types.FunctionType, types.MethodType, partial)):
+            user = kind_of(getattr(getattr(value, "__code__", None), "co_filename", "")) == "user"
+            return self._function(value) if user or not isinstance(value, types.FunctionType) else value
+        if isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)):
+            return value
+        try:
+            return self.copy(value)
+        except (TypeError, RuntimeError, AttributeError, copy.Error):  # a file, a lock, a logger's
+            return value
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a call: tensors as fakes, anything else as it is."""
@@ -116,6 +161,12 @@ class Faker:
             place.resize_(whole.nbytes())
         place, _ = self._storages[identity]
         return self._maker(over(place, tensor.storage_offset(), tensor), device)
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """The names of its module that a code, or one within it, looks up."""
+    inner = (_names(one) for one in code.co_consts if isinstance(one, types.CodeType))
+    return set(code.co_names).union(*inner)
 
 
 class _Copying(TorchFunctionMode):

@@ -20,6 +20,8 @@ import torch
 from .. import _torch, errors
 from .._torch import TorchDispatchMode, is_operator
 from .._torch.fakes import (
+    APART,
+    CPU,
     NOT_FAKED,
     FakeTensor,
     FakeTensorMode,
@@ -37,7 +39,7 @@ from ..memory.operations import Operation, PlainFormulas, Seen
 from ..memory.saved import generators_as_before
 from ..memory.workspaces import RECURRENT, attention_on_cuda, reserve, takes_nothing, watched, workspace
 from .cuda_decompositions import AsOnCuda, autocast_of_cuda, capability_of
-from .made_up import MadeUp, stays
+from .made_up import MadeUp, is_code, stays
 from .recipes import DRAWS, GROUPED, MASKED, UNKNOWN, Recipes, key_of, kind_of
 
 aten: Any = torch.ops.aten
@@ -75,6 +77,7 @@ class FakeMode(TorchDispatchMode):
         where: Says which module is running.
         target: "cuda", or "cuda 9.0" with a capability, where functions are decomposed as there, although the fakes
             are on the CPU.
+        host: The device of what an optimizer keeps in host memory.
 
     Attributes:
         assumed: What had to be assumed, in words, each once.
@@ -85,9 +88,11 @@ class FakeMode(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, fakes: FakeTensorMode, where: Callable[[], str], target: str = "") -> None:
+    def __init__(
+        self, fakes: FakeTensorMode, where: Callable[[], str], target: str = "", host: torch.device = CPU
+    ) -> None:
         super().__init__()
-        self._fakes, self._where, self._target = fakes, where, target
+        self._fakes, self._where, self._target, self.host = fakes, where, target, host
         answer_for(fakes, self)
         self._values, self._recipes = MadeUp(where), Recipes(fakes, target)
         self.assumed = self._values.assumed
@@ -128,6 +133,8 @@ class FakeMode(TorchDispatchMode):
         """Bytes that an operation takes while it runs, or why they are not known."""
         if ran.taken is not None:
             return ran.taken
+        if self.host == APART and any(device == APART for device, _ in (*ran.given, *ran.results)):
+            return 0
         inputs = ran.args, ran.kwargs
         if not self._target:
             return workspace(ran.func, inputs)
@@ -207,7 +214,8 @@ class FakeMode(TorchDispatchMode):
         """An operation on real tensors alone, or on none."""
         if not any(kind_of(func)):
             out = self._simulated(func, args, kwargs, real)
-            if not all(map(stays, leaves(out))):
+            made = leaves(out)
+            if not all(map(stays, made)) or (not real and any(map(is_code, made))):
                 return out
         return self._in_the_act(func, args, kwargs)
 

@@ -33,6 +33,7 @@ import torch
 from torch import nn
 
 from .. import _torch, errors
+from .._torch.graphs import gradient_hooks
 from .._torch.ranks import copy_all, functional, into_chunks
 from ..memory.operations import ModuleStack
 from ..plan.ranks import Ranks
@@ -321,6 +322,8 @@ class _Unit:
                 weight.shard.grad = share
             else:
                 weight.shard.grad.add_(share)
+            for hook in gradient_hooks(weight.shard):
+                hook(weight.shard)
         of.reducing = given
 
     def rest(self) -> None:

@@ -28,7 +28,7 @@ FLOATS = 2**10
 MADE_UP = 2**22
 
 _CHOICES = {"topk", "sort", "argsort", "argmax", "argmin", "max", "min", "multinomial", "mode", "median", "kthvalue"}
-_NO_CHOICE = (torch.bool, torch.uint64)  # the latter are states of generators
+_NO_CHOICE = (torch.bool, torch.uint64, torch.uint8)  # the last are states of generators, and codes of floats
 
 
 def laid_as(fake: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -52,6 +52,11 @@ def is_decided(result: torch.Tensor) -> bool:
 def stays(tensor: torch.Tensor) -> bool:
     """Whether a tensor that could be real is."""
     return tensor.numel() <= (FLOATS if floats(tensor) else INTEGERS)
+
+
+def is_code(tensor: torch.Tensor) -> bool:
+    """Whether a tensor that comes from no other is taken to be made for codes of floats, which have no values here."""
+    return tensor.dtype is torch.uint8 and tensor.numel() > FLOATS
 
 
 def is_hollow(tensor: torch.Tensor) -> bool:

@@ -176,6 +176,19 @@ class Recording(SimulatedMeasurement):
             sums[use] = sums.get(use, 0) + nbytes
         return sums
 
+    def stepping(self, begins: bool) -> None:
+        """Says that an optimizer's step begins within backward, or ends: what is made there is the optimizer's."""
+        self._in_step = begins
+
+    def take_over(self, other: Recording, rank_of: Callable[[Place], int]) -> None:
+        """Counts what is alive in another recording as there when this one begins, but for what is known of it."""
+        for device, ledger in other._ledgers.items():
+            ledger.book_deaths()
+            for entry, _ in ledger.alive():
+                storage = entry()
+                if storage is not None:
+                    self._ledgers[device].mark(storage, rank_of(entry.place), Place(module=entry.place.module))
+
     def go_on_from(self, other: Recording, phase: str) -> None:
         """Takes over the storages that are alive in another recording, as an event that begins a phase."""
         self._events = other._events + 1

@@ -71,6 +71,7 @@ class Simulation(NamedTuple):
             logits are the result of the last product, where that is wider than its input.
         advice: What else would help, in words; "" where nothing is to be said.
         loop: The training loop that the figures are of, with what was seen of it.
+        host_bytes: The most that the optimizer had in host memory, beside a device by its data sheet.
     """
 
     device: torch.device
@@ -93,6 +94,7 @@ class Simulation(NamedTuple):
     logits_bytes: int
     advice: str
     loop: Loop
+    host_bytes: int = 0
 
     def to_snapshot(self, path: Path | str) -> None:
         """Writes the step for the viewer of allocations at https://pytorch.org/memory_viz.

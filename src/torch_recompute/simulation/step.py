@@ -8,6 +8,8 @@ left is there from the start:
 - The output of the step before is alive until the forward returns, if the loop holds it. What an output holds once its
   backward has ended is seen at the end of the simulated step, and added to all moments of the forward.
 - Gradients are alive, if the loop accumulates or zeroes them in place. A step that is not recorded makes them.
+- An optimizer that steps in backward, from a hook of a parameter's gradient, has its state. A step that is not recorded
+  makes that, too: what is alive after it is there from the start.
 
 The step that is recorded is the last of those that are accumulated.
 """
@@ -23,14 +25,27 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .. import _torch, errors
 from .._text import at_work, counted
 from .._torch.compiler import uncompiled
-from .._torch.fakes import FakeTensorMode
+from .._torch.fakes import APART, FakeTensor, FakeTensorMode
+from .._torch.graphs import gradient_hooks
 from ..devices import Roofline
 from ..memory.batch import Batch
-from ..memory.ledger import ACTIVATIONS, OPTIMIZER, PARAMETERS, Block, Entry, Place, Sample, blocks_of, by_category
+from ..memory.ledger import (
+    ACTIVATIONS,
+    OPTIMIZER,
+    OTHER,
+    PARAMETERS,
+    Block,
+    Entry,
+    Place,
+    Sample,
+    blocks_of,
+    by_category,
+)
 from ..memory.loop import Loop
 from ..memory.measurement import Reading
 from ..memory.operations import ModuleStack
@@ -242,10 +257,12 @@ class _SimulatedStep:
                 "optimizer."
             )
         self._model, self._optimizer = self._faker.copy((step.model, step.optimizer if instance else None))
+        if self._faker.gradient_hooks(step.model) and (step.ranks.fully_sharded or step.ranks.ep > 1):
+            raise errors.ArgumentError(OF_WHOLE_WEIGHTS)
         for parameter in self._model.parameters():
             parameter.grad = None
         modules = self._modules = ModuleStack({id(module): path for path, module in self._model.named_modules()})
-        self._pretend = FakeMode(fakes, lambda: modules.now()[1], step.where.target)
+        self._pretend = FakeMode(fakes, lambda: modules.now()[1], step.where.target, step.host)
         with self._pretend:
             share_context(self._model, step.ranks)
             share_experts(self._model, step.ranks)
@@ -259,6 +276,8 @@ class _SimulatedStep:
         self._call = self._faker.arguments(*step.call)
         self._faker.forget()
         self._first = self._recording()
+        self._stepped: dict[int, torch.optim.Optimizer] = {}  # in backward
+        self._hooked = [weight for weight in self._model.parameters() if gradient_hooks(weight)]
         self._output: Any = None
         self._loss: Any = None
 
@@ -273,15 +292,17 @@ class _SimulatedStep:
             )
         return made
 
-    def _recording(self) -> Recording:
-        return Recording(self._pretend, self._modules, self._device, self._rounding, self._watch)
+    def _recording(self, *, watched: bool = True) -> Recording:
+        watch = self._watch if watched else None
+        return Recording(self._pretend, self._modules, self._device, self._rounding, watch)
 
     def result(self) -> Simulation:
         """Runs the step."""
-        loop = self._step.loop
-        if loop.keeps_gradients:
-            self._make_gradients()
-        batch_bytes = self._track_what_is_there()
+        loop, left = self._step.loop, None
+        if loop.keeps_gradients or self._hooked:
+            left = self._step_before()
+            loop = replace(loop, frees_gradients=any(weight.grad is None for weight in self._hooked))
+        batch_bytes = self._track_what_is_there(left)
         seen = self._run()
         parts = [self._first]
         if self._optimizer is not None:
@@ -293,14 +314,25 @@ class _SimulatedStep:
         loop = replace(loop, loss=seen.loss, autocast=autocast, batch_bytes=batch_bytes, output_bytes=held)
         return _StepFigures(parts, seen, held).simulation(last, loop, (*self._faker.assumed, *self._pretend.assumed))
 
-    def _make_gradients(self) -> None:
-        """Runs a step that is not recorded, for the gradients that it leaves."""
-        with self._pretend, self._modules.following():
+    def _step_before(self) -> Recording:
+        """Runs a step that is not part of the figures, for the gradients and states that it leaves; returns these."""
+        before = self._recording(watched=False)
+        with self._pretend, self._modules.following(), before, self._stepping(before):
             value, _ = _loss_of_copy(self._forward(), self._step.loss)
             torch.clear_autocast_cache()
+            self._modules.step = "backward"
             self._backward(value)
+            del value
         for leaf in _torch.tensors_in(self._call):
             leaf.grad = None
+        if self._stepped and self._step.loop.accumulate > 1:
+            raise errors.ArgumentError(_accumulates(self._step.loop.accumulate, next(iter(self._stepped.values()))))
+        if not self._step.loop.keeps_gradients:
+            if self._optimizer is not None:
+                self._optimizer.zero_grad()
+            for weight in self._model.parameters():
+                weight.grad = None
+        return before
 
     def _forward(self) -> Any:
         """Calls the copy, and says where and with what if an operation refuses its arguments."""
@@ -318,12 +350,36 @@ class _SimulatedStep:
                 "  Pass a batch with which model(...) itself can be called."
             ) from error
 
-    def _track_what_is_there(self) -> int:
-        """Counts the model, the batch and what cuBLAS keeps; returns the bytes of the batch."""
+    @contextmanager
+    def _stepping(self, recording: Recording) -> Generator[None]:
+        """Notes the optimizers that step in backward, of which what they make is theirs."""
+
+        def steps(begins: bool, optimizer: torch.optim.Optimizer) -> None:
+            if any(type(weight) is FakeTensor for weight in _weights(optimizer)):
+                self._stepped[id(optimizer)] = optimizer
+                step_as_there(optimizer, self._device, self._pretend)
+                recording.stepping(begins)
+
+        hooks = (
+            register_optimizer_step_pre_hook(lambda optimizer, *_: steps(True, optimizer)),
+            register_optimizer_step_post_hook(lambda optimizer, *_: steps(False, optimizer)),
+        )
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _track_what_is_there(self, left: Recording | None) -> int:
+        """Counts the model, the batch, what a step before has left and what cuBLAS keeps; returns the batch's bytes."""
         first = self._first
         for path, weight in self._model.named_parameters():
             first.name(path, weight, PARAMETERS)
+            for optimizer in self._stepped.values():
+                first.name(path, optimizer.state.get(weight), OPTIMIZER)
         first.track(self._model)
+        if left is not None:
+            first.take_over(left, lambda place: OPTIMIZER if place.phase == "backward" else OTHER)
         before = first.here.live
         first.track(*_torch.tensors_in(self._call))
         batch_bytes = first.here.live - before
@@ -335,7 +391,7 @@ class _SimulatedStep:
     def _run(self) -> _Seen:
         """Runs forward, loss, backward and the optimizer's first step."""
         first, modules, hold_output = self._first, self._modules, self._step.loop.hold_output
-        with self._pretend, modules.following(), first:
+        with self._pretend, modules.following(), first, self._stepping(first):
             modules.step = "forward"
             self._output = self._forward()
             returned = first.events
@@ -357,6 +413,7 @@ class _SimulatedStep:
 
     def _step_again(self, optimizer: torch.optim.Optimizer) -> Recording:
         """Steps the optimizer once for its state, and once more, which is recorded."""
+        held = self._first.on(self._device).live_by_category["optimizer"]  # by those that step in backward
         with self._pretend:
             optimizer.step()
         second = self._recording()
@@ -364,7 +421,7 @@ class _SimulatedStep:
         for path, weight in self._model.named_parameters():
             second.name(path, optimizer.state.get(weight), OPTIMIZER)
         second.track(self._model, optimizer)
-        second.state_bytes = second.on(self._device).live_by_category["optimizer"]
+        second.state_bytes = second.on(self._device).live_by_category["optimizer"] - held
         with self._pretend, second:
             optimizer.step()
             optimizer.zero_grad(set_to_none=self._step.loop.set_to_none)
@@ -373,6 +430,28 @@ class _SimulatedStep:
     def _backward(self, value: torch.Tensor) -> None:
         with _outside_autocast(self._device.type):
             value.backward()
+
+
+def _weights(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The parameters of an optimizer."""
+    return [weight for group in optimizer.param_groups for weight in group["params"]]
+
+
+OF_WHOLE_WEIGHTS = (
+    "the model's parameters have hooks of their gradients, which are of whole weights, but ranks that share the model "
+    "have parts of them.\n"
+    "  Pass what registers the hooks as the optimizer: a function from a list of parameters to an optimizer, which is "
+    "called with the parts."
+)
+
+
+def _accumulates(times: int, optimizer: torch.optim.Optimizer) -> str:
+    """Text for an optimizer that steps in each of several backwards."""
+    return (
+        f"accumulate={times}, but {type(optimizer).__name__} steps in backward, from a hook of its parameters, so it "
+        "steps in each of them, and no gradient is left to add to.\n"
+        "  Write accumulate=1 and a larger batch, or let the optimizer step after the last backward."
+    )
 
 
 @contextmanager
@@ -477,6 +556,7 @@ class _StepFigures:
             logits_bytes=sum(wide),
             advice=" ".join(filter(None, [_advise(wide, width, peak.live_bytes), self._seen.doubled])),
             loop=loop,
+            host_bytes=max(part.on(APART).peak_bytes for part in self._parts),
         )
 
 

@@ -1,0 +1,128 @@
+"""`--states`, `--optimizer-in-backward`, `--optimizer-on-host`, `--lora` and `--base`: what they plan, and mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.models import LLAMA
+from torch_recompute import peaks
+from torch_recompute.commands import cli
+from torch_recompute.commands.models import batch_for, load
+
+WIDE = {**LLAMA, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 512}  # whose weights have whole blocks
+
+pytestmark = pytest.mark.usefixtures("plain_terminal")
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> str:
+    """The path of a tiny configuration."""
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**WIDE, "torch_dtype": "bfloat16"}))
+    return str(path)
+
+
+def document(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
+    assert cli.main(["plan", *argv, "--json"]) == cli.OK, capsys.readouterr().err
+    return json.loads(capsys.readouterr().out)
+
+
+def test_bytes_per_parameter(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each kind of states takes its bytes per parameter, alone, on ranks of FSDP and of a pipeline, and says so."""
+    argv = llama, "--sequence", "64"
+    small = 10 * 512 * 4  # of norms, whose moments are in 16 bits, and of rounding
+    for states, each in {"fp32-master": 12.0, "bf16": 4.0, "8bit": 2 + 8 / 256}.items():
+        for ranks in ((), ("--fsdp", "2")):
+            found = document(capsys, *argv, "--recompute", "none", "--states", states, *ranks)
+            (one,) = found["configurations"]
+            whole = 4 if ranks and states == "fp32-master" else 2  # its shards are the copies in 32 bits
+            assert one["bytes_per_parameter"]["weights"] == whole
+            assert one["bytes_per_parameter"]["states"] == pytest.approx(each - 4 * (whole == 4), abs=0.2)
+            assert found["states"] == states
+        assert cli.main(["plan", *argv, "--recompute", "none", "--states", states]) == cli.OK
+        said = capsys.readouterr().out
+        assert f"optimizer adamw-fused, states {states}" in said
+        assert "bytes per parameter: 2.00 weights, 2.00 gradients, " in said
+        first, *_ = document(capsys, *argv, "--pp", "3", "--dp", "2", "--states", states, "--budget", "1GiB")["ranks"]
+        assert abs(first["optimizer_bytes"] - each * first["parameters"] / 2) <= 2 * small
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_they_are_the_users_own(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A step in backward is that of hooks, and adapters are PEFT's, with the same figures as in Python."""
+    peft = pytest.importorskip("peft")
+    argv = llama, "--sequence", "64", "--recompute", "none,full", "--optimizer", "sgd", "--dtype", "bf16"
+    model = load(llama, torch.bfloat16).model
+    own = {weight: torch.optim.SGD([weight]) for weight in model.parameters()}
+
+    def step(weight: torch.Tensor) -> None:
+        own[weight].step()
+        own[weight].zero_grad()
+
+    for weight in own:
+        weight.register_post_accumulate_grad_hook(step)
+    found = document(capsys, *argv, "--optimizer-in-backward")
+    same = peaks(model, batch_for(model, "it", 1, 64), device="h100")
+    assert [one["peak_bytes"] for one in found["configurations"]] == [one.peak_bytes for one in same]
+    assert found["optimizer_in_backward"] is True
+
+    found = document(capsys, *argv, "--lora", "4:v_proj,down_proj")
+    model = load(llama, torch.bfloat16).model
+    batch = batch_for(model, "it", 1, 64)
+    lora = peft.LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=["v_proj", "down_proj"])
+    same = peaks(peft.get_peft_model(model, lora), batch, device="h100", optimizer="sgd")
+    assert found["configurations"] == [json.loads(json.dumps(one.as_data())) for one in same]
+    assert (found["class"], found["lora"]) == ("PeftModelForCausalLM", "4:v_proj,down_proj")
+
+
+def test_they_compose(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They go with budgets, curves, ranks and the report of a plan."""
+    argv, out = (llama, "--sequence", "64"), tmp_path / "plan.json"
+    states = "--states", "8bit", "--optimizer-in-backward", "--optimizer-on-host"
+    plan = document(capsys, *argv, *states, "--budget", "0.5", "--out", str(out))["plan"]["prediction"]
+    assert plan["loop"]["frees_gradients"] is True
+    assert cli.main(["report", str(out), "--json", "--points", "0"]) == cli.OK
+    chosen = json.loads(capsys.readouterr().out)
+    assert chosen["steps"][chosen["chosen"]]["peak_bytes"] == plan["peak_bytes"]
+    assert document(capsys, *argv, *states, "--frontier")["frontier"]
+    found = document(capsys, *argv, *states, "--budget", "1GiB", "--fsdp", "2", "--cp", "2")
+    assert found["ranks"]["fsdp"] == 2
+    rows = document(
+        capsys, *argv, "--lora", "4", "--base", "nf4", "--pp", "3", "--budget", "1GiB", "--optimizer-on-host"
+    )["ranks"]
+    assert all(row["optimizer_bytes"] == 0 < row["gradient_bytes"] < row["weight_bytes"] for row in rows)
+    assert "weights from host memory" in [one["what"] for one in rows[0]["sent"]]
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (
+            ["--states", "8bit", "--optimizer", "sgd"],
+            "does not go with --optimizer sgd: it is of adamw-fused",
+        ),
+        (["--optimizer-in-backward", "--optimizer", "none"], "--optimizer none: there is no optimizer"),
+        (["--optimizer-in-backward", "--accumulate", "2"], "--accumulate 2: it steps in each backward"),
+        (["--optimizer-in-backward", "--no-set-to-none"], "--no-set-to-none: gradients are freed in backward"),
+        (["--optimizer-in-backward", "--pp", "2"], "--pp: a pipeline has several microbatches"),
+        (["--optimizer-in-backward", "--fsdp", "2", "--batch", "4"], "--batch 4: that is several microbatches (--mbs)"),
+        (["--optimizer-on-host", "--device", "cpu"], "--device cpu: its memory is host memory already"),
+        (["--optimizer-on-host", "--pp", "2", "--optimizer", "sgd"], "--optimizer sgd: it has no states"),
+        (["--lora", "0"], "--lora is '0'; expected the rank of the adapters, an integer from 1"),
+        (["--lora", "8:"], "--lora is '8:'; expected the rank"),
+        (["--lora", "8:q_prj"], "has none of that name. Close to it: q_proj"),
+        (["--lora", "8", "--tp", "2"], "how tensor-parallel ranks share adapters is not planned"),
+        (["--base", "nf4"], "--base nf4 goes with --lora"),
+        (["--lora", "8", "--base", "bf16", "--dtype", "fp32"], "--dtype fp32: it is the type of the weights"),
+    ],
+)
+def test_mistakes(llama: str, argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What does not go together is refused in one sentence, before anything is simulated."""
+    assert cli.main(["plan", llama, "--budget", "0.5", *argv]) == cli.USAGE
+    assert says in capsys.readouterr().err
