@@ -606,7 +606,7 @@ def _plan_ranks(args: argparse.Namespace, layout: Layout, output: Output) -> int
         return _show_rank_peaks(asked)
     if args.longest or args.largest_batch:
         return _find_longest_on_ranks(asked)
-    if args.budget is not None:
+    if not args.frontier:
         _check_rank_states(asked)
     with output.at_work(f"profiling {args.model} on {layout}"):
         planner = asked.ranks(LayoutPlanner)
