@@ -446,9 +446,17 @@ def _check(choices: tuple[Choice, ...]) -> None:
             refuse(f"{choice!r} offloads, which is said of one path, without keep= and carry=")
         if choice.offload and choice.elastic:
             refuse(f"{choice!r} offloads, so nothing is recomputed, and elastic=True is of what is")
+        if type(choice.tiles) is not int or choice.tiles < 0 or (choice.with_loss and not choice.tiles):
+            refuse(f"{choice!r} says no number of tiles: tiles= is a whole number above 0, as with_loss=True asks for")
+        if choice.tiles and (len(choice.paths) > 1 or choice.offload or choice.elastic):
+            refuse(f"{choice!r} is in tiles, which is said of one module, without offload= and elastic=")
+        if choice.with_loss and (choice.keep or choice.carry or choice.store):
+            refuse(f"{choice!r} is a head with its loss, of which nothing is kept: leave keep=, carry= and store= out")
         calls = next((path for path in choice.paths if Target(path).calls), None)
         if calls is not None and (len(choice.paths) > 1 or any(word.module or not word for word in choice.kept)):
             refuse(f"{calls!r} are calls, which cannot be grouped with others and hold no modules to keep")
+        if calls is not None and choice.tiles:
+            refuse(f"{calls!r} are calls; a module is called in tiles")
         seen.update(choice.paths)
 
 
@@ -459,7 +467,7 @@ def made_elastic(plan: Plan, but: Container[str] = ()) -> Plan:
     """The plan with elastic regions, but those whose inputs are in certain stores; what it says of layers, too."""
 
     def regions(choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
-        fixed = [choice.offload or choice.store in but for choice in choices]
+        fixed = [choice.offload or choice.tiles > 0 or choice.store in but for choice in choices]
         return tuple(c if stays else replace(c, elastic=True) for c, stays in zip(choices, fixed, strict=True))
 
     def said(prediction: Prediction | None) -> Prediction | None:
