@@ -51,7 +51,7 @@ def test_each_has_the_peak_of_a_step_with_it(name: str) -> None:
     assert ('optimizer="sgd"' in keywords) == (STEPS[name].get("optimizer") in ("adamw", "adamw-fused"))
     for one in found:
         assert one.peak_bytes < least
-        if one.keyword == "offload=True":
+        if one.keyword in ("offload=True", "tiles=True"):  # of another plan; see test_tiling.py
             continue
         size, words = changed(one.keyword)
         words = {"optimizer": step.optimizer, **step.loop.words, **words}

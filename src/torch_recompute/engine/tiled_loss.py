@@ -58,7 +58,7 @@ class Head:
 
 @dataclass(frozen=True)
 class _Recipe:
-    """What logits would be computed from, and how: `hidden` [..., width], the head, and what follows it."""
+    """The way to compute some logits: from `hidden` [..., width], by the head and the steps that follow it."""
 
     head: Head
     hidden: torch.Tensor
@@ -159,7 +159,7 @@ class Logits(torch.Tensor):
 
     @property
     def hidden(self) -> torch.Tensor:
-        """What the head was given."""
+        """The argument of the head."""
         return self.recipe.hidden
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
@@ -346,12 +346,11 @@ def _cross_entropy(func: Any, recipe: _Recipe, place: int, args: Args, kwargs: d
     head.tell("")
     if how == "none":
         return each.reshape(target.shape)
-    if how == "sum":
-        return each.sum()
     counts = flat_target != ignored
-    if weight is None:
-        return each.sum() / counts.sum()
-    return each.sum() / weight.gather(0, flat_target.where(counts, 0)).where(counts, 0).sum()
+    total = each.where(counts, 0).sum()  # whose gradient is laid out as the labels are, which no kernel has to copy
+    if how == "sum":
+        return total
+    return total / (counts if weight is None else weight.gather(0, flat_target.where(counts, 0)).where(counts, 0)).sum()
 
 
 _LOSS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")

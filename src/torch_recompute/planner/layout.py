@@ -34,6 +34,7 @@ from ..plan.ranks import Ranks
 from ..simulation.step import where_it_runs
 from ..training_step import OPTIMIZERS, TrainingStep, any_loss
 from .configurations import PEAK_WORDS, made_of, parts_as_data
+from .hosts import NO_LEAVE, Leave
 from .pipeline import Budget, PipelinePlanner, PipelineRank, PipelineStages, RankPlanner, paths_of_layers
 from .planner import Planner
 from .prices import prices_for
@@ -297,13 +298,21 @@ class LayoutRanks:
         tokens: In a sequence.
         optimizer: "adamw", "sgd" or "none".
         device: See `profile`.
+        leave: What plans may use besides recomputation; of host memory that of each rank.
 
     Raises:
         ArgumentError: The model cannot be spread so.
     """
 
     def __init__(
-        self, model: nn.Module, word: str, layout: Layout, tokens: int, optimizer: str, device: Device
+        self,
+        model: nn.Module,
+        word: str,
+        layout: Layout,
+        tokens: int,
+        optimizer: str,
+        device: Device,
+        leave: Leave = NO_LEAVE,
     ) -> None:
         self.layout, self.tokens, self._optimizer, self._of = layout, tokens, optimizer, (model, word, device)
         part, self.paths, batch = one_rank(model, word, layout.ranks, layout.mbs, tokens)
@@ -391,10 +400,17 @@ class LayoutPlanner(LayoutRanks):
     """A model whose step is spread over ranks, and plans for each; the arguments are those of `LayoutRanks`."""
 
     def __init__(
-        self, model: nn.Module, word: str, layout: Layout, tokens: int, optimizer: str, device: Device
+        self,
+        model: nn.Module,
+        word: str,
+        layout: Layout,
+        tokens: int,
+        optimizer: str,
+        device: Device,
+        leave: Leave = NO_LEAVE,
     ) -> None:
-        super().__init__(model, word, layout, tokens, optimizer, device)
-        self.planner = Planner(self.step)
+        super().__init__(model, word, layout, tokens, optimizer, device, leave)
+        self.planner = Planner(self.step, leave=leave)
         assert paths_of_layers(self.planner) == self.paths
 
     @cached_property
