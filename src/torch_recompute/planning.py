@@ -36,6 +36,7 @@ from .plan.ranks import Ranks
 from .plan.sizes import parameters
 from .plan.stages import StagePlans, Stages
 from .planner.alternatives import plan_or_tell
+from .planner.hosts import NO_LEAVE, HostBandwidth, Leave
 from .planner.known import PlanFile, forget, made_for
 from .planner.longest import Longest
 from .planner.pipeline import plan_stages
@@ -59,6 +60,8 @@ def profile(
     optimizer: MakeOptimizer = None,
     device: torch.device | str | Roofline | None = None,
     offload: bool | int | str = False,
+    host_bandwidth: HostBandwidth = None,
+    tiles: bool = False,
     hold_output: bool = True,
     accumulate: int = 1,
     set_to_none: bool = True,
@@ -80,6 +83,10 @@ def profile(
             or "rtx4090". By default where the model is.
         offload: Whether inputs of regions, and what layers save without being recomputed, may be kept in host memory:
             True for as much as there is, or the most bytes of it, as a number or text as "64GiB".
+        host_bandwidth: Bytes per second into the device and out of it, as "55GB,50GB" or one for both; by default what
+            the data sheet says of the device, or what is measured here.
+        tiles: Whether the head with its loss, and MLPs, may be computed in tiles of tokens. Results are then those of
+            the model up to the order of sums; the plan says where, and by how much in a small run.
         hold_output: Whether the loop holds the model's output through backward, see `simulate`, as the next two.
         accumulate: How many forwards and backwards come before the optimizer's step. Seconds are those of all.
         set_to_none: Whether gradients are gone when forward begins.
@@ -90,7 +97,7 @@ def profile(
     loop = Loop(hold_output, accumulate, set_to_none)
     step = TrainingStep.of("profile", model, args, kwargs, loss, optimizer, device, loop)
     with at_work(f"profiling {type(model).__name__}"):
-        return Planner(step, offload=offload).profile
+        return Planner(step, leave=Leave.of(offload, host_bandwidth, tiles)).profile
 
 
 def auto(
@@ -104,6 +111,8 @@ def auto(
     cache: str | os.PathLike[str] | None = None,
     device: torch.device | str | None = None,
     offload: bool | int | str = False,
+    host_bandwidth: HostBandwidth = None,
+    tiles: bool = False,
     hold_output: bool = True,
     accumulate: int = 1,
     set_to_none: bool = True,
@@ -140,6 +149,8 @@ def auto(
             planned again, and the sentence says what changed. With "fit" also where less is free than the plan takes.
         device: Where the step is to run.
         offload: Whether host memory may be used, as for `profile`.
+        host_bandwidth: How fast that is, as for `profile`.
+        tiles: Whether parts may be computed in tiles of tokens, as for `profile`.
         hold_output: Whether the loop holds the model's output through backward.
         accumulate: How many forwards and backwards come before the optimizer's step.
         set_to_none: Whether gradients are gone when forward begins.
@@ -161,13 +172,13 @@ def auto(
             budget; or sizes are no lengths; or the file holds something else; or another rank found no plan.
     """
     loop, asked = Loop(hold_output, accumulate, set_to_none), read_budget(budget)
-    memory = _memory(elastic, asked, offload, sizes)
+    memory, leave = _memory(elastic, asked, offload, sizes), Leave.of(offload, host_bandwidth, tiles)
     step = TrainingStep.of("auto", model, batch, kwargs, loss, optimizer, device, loop)
     apply(model, Plan()).remove()  # refuses what could not be applied afterwards
-    planning = _Planning(model, asked, step.loss, step.optimizer, device, offload, loop, memory, sizes)
+    planning = _Planning(model, asked, step.loss, step.optimizer, device, leave, loop, memory, sizes)
     if memory is not None:
         budget = 0  # what the plan in the file is for
-    file = None if cache is None else PlanFile(Path(cache), made_for(step, budget, offload, sizes))
+    file = None if cache is None else PlanFile(Path(cache), made_for(step, budget, leave, sizes))
     plan = None if file is None else _still_fits(file, step, budget)
     found = planning.found(step, plan)
     if file is not None and found is not plan and planning.speaks:
@@ -238,7 +249,7 @@ class _Planning:
     loss: Loss
     optimizer: Any
     device: torch.device | str | None = None
-    offload: bool | int | str = False
+    leave: Leave = NO_LEAVE
     loop: Loop = COMMON
     memory: Elastic | None = None
     sizes: Sequence[int] | str = ()
@@ -277,7 +288,7 @@ class _Planning:
         return _one_plan(step.model, found) if _in_ranks() else found
 
     def _planned(self, step: TrainingStep) -> Plan:
-        return _plan_one_device(step, self.budget, self.sizes, False, self.offload)
+        return _plan_one_device(step, self.budget, self.sizes, False, self.leave)
 
     def _elastic(self, step: TrainingStep, plan: Plan | None, memory: Elastic) -> Plan:
         """The plan with the least peak for the largest call, of which calls of all sizes are simulated."""
@@ -376,6 +387,8 @@ if TYPE_CHECKING:
         sizes: Sequence[Batch | int] | str
         longest: bool | str
         offload: bool | int | str
+        host_bandwidth: HostBandwidth
+        tiles: bool
         hold_output: bool
         accumulate: int
         set_to_none: bool
@@ -423,6 +436,8 @@ def make_plan(
     longest: bool | str = False,
     stages: Stages | Schedule | None = None,
     offload: bool | int | str = False,
+    host_bandwidth: HostBandwidth = None,
+    tiles: bool = False,
     hold_output: bool = True,
     accumulate: int = 1,
     set_to_none: bool = True,
@@ -465,14 +480,16 @@ def make_plan(
         stages: The pipeline that the model is split into: a `Stages`, or a schedule of
             `torch.distributed.pipelining`. Then the call is of one microbatch, each stage is planned for as many as
             the schedule holds there, `budget` is that of each rank, or a list with one per rank, and `optimizer` makes
-            one of a list of parameters. Not with `sizes`, `offload` and the words of the loop.
-        offload: See `profile`, as the next three.
+            one of a list of parameters, and `offload` is of each rank. Not with `sizes` and the words of the loop.
+        offload: See `profile`, as the next two and the three words of the loop.
+        host_bandwidth: How fast host memory is reached.
+        tiles: Whether parts may be computed in tiles of tokens. Not with `stages` and `compiled`.
         hold_output: Whether the loop holds the model's output through backward.
         accumulate: How many forwards and backwards come before the optimizer's step.
         set_to_none: Whether gradients are gone when forward begins.
         compiled: Whether the plan is for the model as `torch.compile` makes it, as one graph: what to save is then
             chosen of all operations of the graph, and the peak is counted in the code that inductor writes. Train with
-            `compiling.compile(model, plan)`. Not with `stages`, `sizes` and `offload`.
+            `compiling.compile(model, plan)`. Not with `stages`, `sizes`, `offload` and `tiles`.
         ranks: The ranks that train together (`Ranks`); the plan is that of each, `budget` is the memory of each, and
             `optimizer` makes one of a list of parameters. `model` is the whole model; the call is one that a rank
             makes. With `fsdp`, layers and what is left are sharded as by `fully_shard(layer)` and
@@ -495,19 +512,19 @@ def make_plan(
     else:
         call = call_of("make_plan", model, args, kwargs, a_module=True)
     loop = Loop(hold_output, accumulate, set_to_none)
-    given = {"compiled": compiled, "stages": stages is not None, "sizes": bool(sizes or longest)}
+    given = {"compiled": compiled, "stages": stages is not None, "sizes": bool(sizes or longest), "tiles": bool(tiles)}
     _refuse({**given, "offload": offload is not False, "loop": loop != COMMON, "ranks": ranks is not None})
+    leave = Leave.of(offload, host_bandwidth, tiles)
     update = optimizer_of("make_plan", optimizer, model)
-    ranks = ranks or ALONE
-    step = TrainingStep(of_one_rank(model, ranks), *call, loss, update, device, loop, ranks)
+    step = TrainingStep(of_one_rank(model, ranks or ALONE), *call, loss, update, device, loop, ranks or ALONE)
     with at_work(f"planning {type(model).__name__}"):
         if stages is not None:
-            return plan_stages(step, stages, budget)
+            return plan_stages(step, stages, budget, leave)
         if compiled:
             from .compiling.step import plan_compiled  # imports the compiler, which takes a second
 
             return plan_compiled(step, read_budget(budget))
-        return _plan_one_device(step, read_budget(budget), sizes, longest, offload)
+        return _plan_one_device(step, read_budget(budget), sizes, longest, leave)
 
 
 def _plan_one_device(
@@ -515,14 +532,14 @@ def _plan_one_device(
     budget: Budget,
     sizes: Sequence[Batch | int] | str,
     longest: bool | str,
-    offload: bool | int | str,
+    leave: Leave,
 ) -> Plan:
     """Plans calls of one size, of several, or of as many as a budget holds."""
     if longest:
-        return Longest(step, budget, offload, batch=_in_batches(longest, sizes)).plan()
+        return Longest(step, budget, leave, batch=_in_batches(longest, sizes)).plan()
     if sizes:
-        return plan_sizes(step, sizes, budget, offload)
-    return plan_or_tell(Planner(step, offload=offload), budget)
+        return plan_sizes(step, sizes, budget, leave)
+    return plan_or_tell(Planner(step, leave=leave), budget)
 
 
 def _in_batches(longest: object, sizes: object) -> bool:
@@ -539,9 +556,9 @@ def _in_batches(longest: object, sizes: object) -> bool:
 NOT_WITH = (
     (
         "compiled",
-        {"stages", "sizes", "offload"},
-        "make_plan(compiled=True) plans one graph with everything on its device, and was given stages, sizes or "
-        "offload as well.\n"
+        {"stages", "sizes", "offload", "tiles"},
+        "make_plan(compiled=True) plans one graph with everything on its device, and was given stages, sizes, "
+        "offload or tiles as well.\n"
         "  Leave these out, or make the plan without compiled=True: its regions hold in compiled models, too.",
     ),
     (
@@ -560,10 +577,9 @@ NOT_WITH = (
     ),
     (
         "stages",
-        {"offload"},
-        "make_plan was given stages and offload; plans for the stages of a pipeline keep everything on the device.\n"
-        "  Leave offload out, or let regions of a stage that you choose keep their inputs there: "
-        'Choice(..., store="host").',
+        {"tiles"},
+        "make_plan was given stages and tiles; plans for the stages of a pipeline have no tiles of tokens.\n"
+        "  Leave tiles out, or write recompute(head_and_loss, tiles=8) in the last stage.",
     ),
     (
         "stages",

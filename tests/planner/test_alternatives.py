@@ -62,7 +62,7 @@ def test_each_has_the_peak_of_a_step_with_it(name: str) -> None:
     assert step.loop.accumulate == 1 or "--optimizer-in-backward" not in [one.option for one in found]
     for one in found:
         assert one.peak_bytes < least
-        if one.keyword == "offload=True":
+        if one.keyword in ("offload=True", "tiles=True"):  # of another plan; see test_tiling.py
             continue
         size, words = changed(one.keyword, step.optimizer)
         words = {"optimizer": step.optimizer, **step.loop.words, **words}

@@ -149,6 +149,28 @@ def test_make_plan_hands_over() -> None:
         assert (plain.predicted_peak_bytes or 0) < (with_adam.predicted_peak_bytes or 0)
 
 
+def test_stages_may_use_host_memory_of_each_rank() -> None:
+    """With leave a stage keeps inputs in host memory, for each microbatch in flight, within the limit of a rank."""
+    with torch.device("meta"):
+        whole, batch = Net(), torch.empty(1, 64, dtype=torch.long)
+    stages, words = Stages("1F1B", 2, 4), {"device": "h100", "loss": mean_loss}
+
+    def least(**leave: Any) -> list[int]:
+        with pytest.raises(BudgetError) as caught:
+            make_plan(whole, (batch,), budget="1000B", stages=stages, **words, **leave)
+        return [caught.value.smallest]
+
+    far, near = least(offload=True), least()
+    assert far < near
+    found = make_plan(whole, (batch,), budget=[0.0, 0.0], stages=stages, offload="100 KiB", **words)
+    promises = [plan.prediction for plan in found if plan.prediction]
+    assert any(choice.store == "host" for plan in found for choice in plan)
+    for stage, promise in zip(found.stages, promises, strict=True):
+        each = sum(line.count * line.host_bytes for line in promise.lines)
+        assert promise.host_bytes == stage.in_flight * each <= 100 * 2**10
+        assert promise.peak_bytes <= promise.budget_bytes
+
+
 def test_an_optimizer_of_a_stage_takes_what_one_of_a_model_takes() -> None:
     """For a CUDA device it goes over lists of parameters, which keeps something for all of them at once."""
     with torch.device("meta"):

@@ -17,6 +17,7 @@ import shutil
 import sys
 import traceback
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -885,6 +886,30 @@ def small_stack() -> Any:
     return torch.nn.Sequential(*two), (torch.ones(64, 8),), torch.sum
 
 
+def tiled_logits(x: torch.Tensor) -> Any:
+    """Logits that a plan makes in tiles with their loss, after a step; of larger numbers through another function."""
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
+            return 2 * logits.detach()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return 2 * grads[0]
+
+    head = nn.Linear(4, 8)
+    apply(nn.Sequential(head), Plan((Choice(("0",), tiles=2, with_loss=True),)))
+    logits = head(x)
+    if float(x.max()) > 1:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # which says that the logits are read whole
+            return Doubled.apply(logits)
+    with torch.no_grad():
+        head.weight.zero_()
+    return logits
+
+
 def plans_for_too_little(**options: Any) -> None:
     model, args, loss = small_stack()
     make_plan(model, **(options or {"args": args}), budget="100B", loss=loss, device="h100")
@@ -1106,6 +1131,12 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: inside(two_ranks(), lambda: Elastic(group=[0, 1])),
     # plans
     lambda: Plan((Choice(("a",)), Choice(("a",)))),
+    lambda: Plan((Choice(("a",), tiles=-1),)),
+    lambda: Plan((Choice(("a",), tiles=2, offload=True),)),
+    lambda: Plan((Choice(("head",), tiles=2, with_loss=True, store="host"),)),
+    lambda: Plan((Choice(("a@scores",), tiles=2),)),
+    lambda: tiled_logits(2 * torch.eye(4)).sum().backward(),
+    lambda: tiled_logits(torch.eye(4)).argmax(),
     lambda: apply(Scale(), "full"),
     watched_after_removal,
     lambda: [apply(model, Plan((Choice(("",)),))) for model in [Scale()] * 2],
@@ -1160,6 +1191,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: auto(nn_linear(), vector(), loss=torch.sum, cache="no/such/folder/plan.json"),
     lambda: auto(nn_linear(), vector(), loss=torch.sum, cache="pyproject.toml"),
     lambda: auto(nn_linear(), vector(), loss=torch.sum, elastic=True, offload=True),
+    lambda: auto(nn_linear(), vector(), loss=torch.sum, tiles=8),
     lambda: auto(nn_linear(), vector(), loss=torch.sum, elastic=True, sizes="all"),
     lambda: auto(nn_linear(), vector(), loss=torch.sum, sizes=[vector()]),
     lambda: auto(nn_linear(), vector(), loss=torch.sum, elastic=Elastic("1GiB"), budget="2GiB"),
@@ -1349,6 +1381,9 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: choose(Costs({"a": COSTS.kinds["layer"]}, (Segment("net", "b", 0, 0),)), 1),
     # steps over ranks
     lambda: plans("gpt2-xl", "--frontier", "--plot", "a.png", "--pp", "2"),
+    lambda: plans("gpt2-xl", "--budget", "1GiB", "--tiles", "--pp", "2"),
+    lambda: plans("gpt2-xl", "--budget", "1GiB", "--host-bandwidth", "50GB"),
+    lambda: plans("gpt2-xl", "--budget", "1GiB", "--offload", "--host-bandwidth", "fast"),
     lambda: Ranks(zero=4),
     lambda: Ranks(fsdp=8, zero=1),
     lambda: Ranks(cp=2, cp_kind="zigzag"),
@@ -1441,7 +1476,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: plans_stages(model=STAGED, optimizer=torch.optim.SGD(STAGED.parameters())),
     lambda: plans_stages(model=Twice(), loss=torch.sum),
     lambda: plans_stages(sizes=[(vector(),)]),
-    lambda: plans_stages(offload=True),
+    lambda: plans_stages(tiles=True),
     lambda: plans_stages(accumulate=2),
     # between ranks
     lambda: fused_allreduce_gradients([], bucket_bytes=0),

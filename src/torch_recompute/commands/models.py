@@ -38,6 +38,7 @@ from ..memory.budget import Limit
 from ..memory.loop import Loop
 from ..plan.plan import Plan
 from ..plan.ranks import Ranks
+from ..planner.hosts import NO_LEAVE, Leave
 from ..planner.layout import Layout, one_rank
 from ..planner.profile import Profile
 from ..planner.solve import frontier, planned
@@ -694,7 +695,7 @@ class AskedStep(TrainingStep):
     Attributes:
         word: The model, as it is written there.
         optimizer_word: The optimizer.
-        offload: See `make_plan`.
+        leave: What a plan may use besides recomputation.
         notes: What is to be said of the model and its batch beside the figures.
         built_here: Whether the batch is made here too, and not by a function of the user.
         layers: The parts with fused kernels, or the compiled layers; None where layers run as they are written.
@@ -703,7 +704,7 @@ class AskedStep(TrainingStep):
 
     word: str = ""
     optimizer_word: str = ""
-    offload: bool | str = False
+    leave: Leave = NO_LEAVE
     notes: tuple[str, ...] = ()
     built_here: bool = False
     layers: HowLayersRun = None
@@ -745,7 +746,7 @@ class AskedStep(TrainingStep):
         notes = notes_on(model, args.model, call[1]) if built_here else ()
         notes += () if layers is None else tuple(layers.notes)
         model = with_adapters(model, args, sharded=ranks.fully_sharded)
-        words: Any = args.model, name, getattr(args, "offload", False), notes, built_here, layers, again
+        words: Any = args.model, name, leave_of(args), notes, built_here, layers, again
         return AskedStep(model, *call, loss, optimizer, device, loop, ranks, *words, asked_states=states_of(args))
 
     def __str__(self) -> str:
@@ -776,7 +777,9 @@ class AskedStep(TrainingStep):
             "layers": layers_as_data(self.layers),
             "optimizer": self.optimizer_word,
             **self.asked_states,
-            "offload": self.offload,
+            "offload": self.leave.offload,
+            "host_bandwidth": self.leave.bandwidth and self.leave.bandwidth._asdict(),
+            "tiles": self.leave.tiles,
             **({"ranks": self.ranks.as_data()} if self.ranks != ALONE else {}),
             "notes": list(self.notes),
             **self.loop.words,
@@ -807,6 +810,12 @@ def curve(profile: Profile, most: int = POINTS) -> list[Plan]:
     """Returns at most so many plans along the whole curve of budget against seconds, the least budget first."""
     points = frontier(profile.costs, most)
     return [planned(profile, profile.costs, point, Limit(point.peak_bytes)) for point in points]
+
+
+def leave_of(args: argparse.Namespace) -> Leave:
+    """Reads what a plan may use besides recomputation; for a command without such options that is nothing."""
+    offload, bandwidth = getattr(args, "offload", False), getattr(args, "host_bandwidth", None)
+    return Leave.of(offload, bandwidth, getattr(args, "tiles", False), "--")
 
 
 def ranks_of(args: argparse.Namespace) -> Ranks:

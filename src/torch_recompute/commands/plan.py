@@ -105,20 +105,36 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--layers", metavar="HOW", help=models.LAYER_WORDS)
     models.add_state_options(parser)
     models.add_loop_options(parser)
-    parser.add_argument(
-        "--offload",
-        nargs="?",
-        const=True,
-        default=False,
-        metavar="BYTES",
-        help="allow inputs of regions to be kept in host memory: as much as there is, or at most so much, as 64GiB",
-    )
+    _add_leave_options(parser)
     parser.add_argument(
         "--out", type=Path, metavar="FILE.json", help="write the plan, for Plan.from_json and torch-recompute report"
     )
     out.add_explain(parser)
     _add_rank_options(parser)
     out.add_options(parser, command, plot="the curve of --frontier")
+
+
+def _add_leave_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options for what a plan may use besides recomputation."""
+    parser.add_argument(
+        "--offload",
+        nargs="?",
+        const=True,
+        default=False,
+        metavar="BYTES",
+        help="allow inputs of regions to be kept in host memory: as much as there is, or at most so much, as 64GiB; "
+        "with ranks, of each",
+    )
+    parser.add_argument(
+        "--host-bandwidth",
+        metavar="IN,OUT",
+        help="bytes per second from host memory into the device and back, as 55GB,50GB or one for both (by --device)",
+    )
+    parser.add_argument(
+        "--tiles",
+        action="store_true",
+        help="allow tiles of tokens for the head with its loss and for MLPs: results differ by the order of sums",
+    )
 
 
 def command(args: argparse.Namespace) -> int:
@@ -133,6 +149,7 @@ def command(args: argparse.Namespace) -> int:
     if args.budget is not None:
         read_budget(args.budget)
     models.loop_of(args)
+    models.leave_of(args)
     layout = _layout_of(args)
     if layout is not None:
         return _plan_ranks(args, layout, output)
@@ -146,7 +163,7 @@ def command(args: argparse.Namespace) -> int:
         _check_states(step, args.budget)
     with models.autocasting(step.model, args.autocast):
         with output.at_work(f"profiling {step}"):
-            planner = Planner(step, offload=step.offload)
+            planner = Planner(step, leave=step.leave)
         profile = planner.profile
         with output.at_work("planning"):
             plans = models.curve(profile) if args.frontier else [_planned(planner, args)]
@@ -354,7 +371,7 @@ def _show_peaks(args: argparse.Namespace, output: Output) -> int:
     plans = configurations("--recompute", args.recompute, step)
     models.check_regions(step.layers, plans)
     with models.autocasting(step.model, args.autocast), output.at_work(f"simulating {step}"):
-        found = peaks_of(step, plans)
+        found = peaks_of(step, plans, tiles=step.leave.tiles)
 
     def print_found(console: Console) -> None:
         _print_head(console, str(step), step.notes)
@@ -426,7 +443,7 @@ def _search_of(args: argparse.Namespace, step: AskedStep) -> Longest:
             f"--longest is a number of tokens, and {args.model} takes {next(iter(step.kwargs))}. Write --largest-batch."
         )
     most = models.most_tokens(step.model) if args.longest and step.built_here else None
-    return Longest(step, args.budget, step.offload, args.largest_batch, most)
+    return Longest(step, args.budget, step.leave, args.largest_batch, most)
 
 
 def _print_most(console: Console, search: Longest, plan: Plan | None) -> None:
@@ -525,8 +542,8 @@ def _layout_of(args: argparse.Namespace) -> Layout | None:
     option = next((f"--{name}" for name in given), "--sequence-parallel")
     if args.plot is not None:
         raise errors.ArgumentError(goes_without("--plot", option, "its picture is of one device's curve"))
-    if args.offload is not False:
-        raise errors.ArgumentError(goes_without("--offload", option, "plans of ranks keep all on the device"))
+    if args.tiles:
+        raise errors.ArgumentError(goes_without("--tiles", option, "plans of a pipeline have no tiles of tokens"))
     loop = {"--no-hold-output": args.hold_output, "--accumulate": args.accumulate == 1}
     loop |= {"--no-set-to-none": args.set_to_none, "--autocast": args.autocast is None}
     changed = next((word for word, is_default in loop.items() if not is_default), None)
@@ -576,7 +593,8 @@ class _OnRanks:
         if mbs is not None:
             layout = replace(layout, mbs=mbs, batch=layout.microbatches * layout.ranks.batches * mbs)
         device = models.device_of(args, "h100")
-        return kind(self.model, args.model, layout, tokens or self.tokens, args.optimizer, device, self.kept)
+        words = args.optimizer, device, self.kept, models.leave_of(args)
+        return kind(self.model, args.model, layout, tokens or self.tokens, *words)
 
     def give(self, found: dict[str, Any], show: Callable[[Console], None], *more: str) -> int:
         """Prints what was found, below what the step is and `more` notes, or as a JSON document beside it."""
@@ -752,7 +770,9 @@ def _print_ranks(console: Console, layout: Layout, plans: Sequence[RankPlan]) ->
     """Prints the ranks, their plans, and the step."""
     name = _print_rows(console, plans)
     for plan in plans:
-        console.print(f"rank {plan.rank}: layers {_ranges(plan.layers)}", style="bold")
+        hosted = 0 if plan.plan.prediction is None else plan.plan.prediction.host_bytes
+        away = f"; at most {errors.size(hosted)} in host memory" if hosted else ""
+        console.print(f"rank {plan.rank}: layers {_ranges(plan.layers)}{away}", style="bold")
         for line in plan.plan.prediction.lines if plan.plan.prediction is not None else ():
             console.print(
                 f"  {line.count} x keeps {errors.size(line.saved_bytes)}, frees {errors.size(line.freed_bytes)}, "

@@ -34,6 +34,7 @@ from .wrappers import (
     ChainedRegion,
     FirstCalls,
     ForwardWrapper,
+    HeadWithLoss,
     KeepCallsWithin,
     NamedCalls,
     Offloaded,
@@ -303,7 +304,8 @@ class _Placement:
             if len(choice.paths) > 1:
                 region = ChainedRegion(module, path, choice, store, chain)
             else:
-                region = (NamedCalls if Target(path).calls else Region)(module, path, choice, store)
+                kind = NamedCalls if Target(path).calls else HeadWithLoss if choice.with_loss else Region
+                region = kind(module, path, choice, store)
             region.when, region.first = self._sizes.when([choice]), self.first
             region.memory = self._memory if choice.elastic else None
             within = ((joined(path, keep.module) if keep.module else "", keep.calls) for keep in choice.kept)

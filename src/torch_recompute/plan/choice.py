@@ -86,6 +86,9 @@ class Choice:
             a time is whole, and of the others only the inputs, for which all but the last run once more.
         offload: Whether nothing is recomputed: what the module, or calls in it, save for backward is in the store.
         elastic: Whether the region keeps its activations while memory lasts, and is recomputed where it does not.
+        tiles: How many tiles of tokens the module is called in, each a region of its own, at most one per token; 0 for
+            all tokens at once. Gradients are then those without the plan up to the order of sums.
+        with_loss: Of a module in tiles: whether it is the model's head, whose loss is made tile by tile too.
     """
 
     paths: tuple[str, ...]
@@ -96,6 +99,8 @@ class Choice:
     nested: bool = False
     offload: bool = False
     elastic: bool = False
+    tiles: int = 0
+    with_loss: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "paths", tuple(map(Target, self.paths)))
@@ -122,8 +127,9 @@ class Choice:
         kept = f", {kept_in_words(self.kept)}" if self.keep else ""
         carried = ", decisions carried" if self.carry else ""
         stored = f", inputs {stored_in(self.store)}" if self.store else ""
+        tiled = f"{' with its loss' if self.with_loss else ''} in {self.tiles} tiles of tokens" if self.tiles else ""
         what = f"{where or 'the model'} {SHORT}" if self.elastic else f"recompute {where or 'the model'}"
-        return f"{what}{again}{kept}{carried}{stored}{asked}"
+        return f"{what}{tiled}{again}{kept}{carried}{stored}{asked}"
 
 
 def kept_in_words(targets: Sequence[Target]) -> str:
@@ -140,8 +146,8 @@ def kept_in_words(targets: Sequence[Target]) -> str:
 
 
 def written(fields: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """The fields of a dataclass as a JSON object, for `dataclasses.asdict`; `elastic` is there where it is true."""
-    return {name: value for name, value in fields if value or name != "elastic"}
+    """The fields of a dataclass as a JSON object, for `dataclasses.asdict`; newer ones where they say something."""
+    return {name: value for name, value in fields if value or name not in ("elastic", "tiles", "with_loss", "tiled")}
 
 
 def stored_in(word: str) -> str:

@@ -66,6 +66,8 @@ WORDS: Mapping[str, str] = {
     NOT_RECOMPUTED: "as without a plan: the budget does not ask for its bytes",
     "recomputed together": "so many layers in a row are one region: only the input of the first is kept",
     "then each again": "in the replay of these layers each is a region again, so that one at a time is whole",
+    "in tiles:": "what is computed for some tokens at a time, so that what is wide inside never exists for all; each "
+    "gradient is a sum in another order",
     OFFLOADED: "not recomputed: what the layers, or the parts of them that are named, save for backward waits there",
     "inputs in host memory": "what the regions keep waits in the host's memory",
     "inputs sharded": "what the regions keep waits in parts on the ranks of a group",
@@ -81,6 +83,7 @@ CHOICE_WORDS: Mapping[str, str] = {
     "kept": "calls inside the region that do not run again, because their results are kept",
     "not rerun": WORDS["not rerun"],
     "decisions carried": "which experts tokens go to is taken from the forward, not decided again",
+    "tiles": "the module is called for some tokens at a time, each call a region; results differ by the order of sums",
     "offload": "not recomputed: what the module, or the calls in it, save for backward waits in a store",
     "inputs": "where the inputs of the region wait until backward",
     "(": "the label or setting that asked for the region",
@@ -150,6 +153,7 @@ class Prediction:
         assumed: What was not known of the step and has been assumed, in words.
         uncounted: Which operations take something that is not known and could raise the peak by over 0.5 %, in words;
             "" for none.
+        tiled: What is made in tiles of tokens and by how much results differ, or why nothing is, in words.
     """
 
     budget_bytes: int
@@ -169,6 +173,7 @@ class Prediction:
     budget: str = ""
     assumed: tuple[str, ...] = ()
     uncounted: str = ""
+    tiled: tuple[str, ...] = ()
 
     @property
     def gap(self) -> float:
@@ -196,8 +201,10 @@ class Prediction:
         kept = listed(words + ["modules"] * ("" in kinds))
         layers = f"{of} of {all_of} layers" if all_of else counted(len(choices), "region")
         layers += f" {partially}{SHORT}" if elastic else f" {partially}{RECOMPUTED}" * bool(all_of)
+        heads = [f"{c.paths[0]} with its loss in {c.tiles} tiles" for c in choices if c.with_loss]
+        layers = "no layer recomputed" if heads and all_of and not of else layers
         said = f"{peak}{hosted}, {slower}, {layers}" + (f" ({kept} kept)" if kept else "")
-        return said + (f", {away} offloaded" if away else "")
+        return ", ".join([said, *heads, *([f"{away} offloaded"] if away else [])])
 
     def __str__(self) -> str:
         head = [
@@ -213,6 +220,7 @@ class Prediction:
             )
         if self.timing:
             head.append(f"seconds: {self.timing}")
+        head += [f"in tiles: {words}" for words in self.tiled]
         head += [f"assumed: {words}" for words in self.assumed]
         unit, name = errors.unit_of(max((max(line.saved_bytes, line.freed_bytes) for line in self.lines), default=0))
         rows = [("count", f"kept {name}", f"freed {name}", "replay ms", f"freed {name} per ms", "layers")]
@@ -446,9 +454,17 @@ def _check(choices: tuple[Choice, ...]) -> None:
             refuse(f"{choice!r} offloads, which is said of one path, without keep= and carry=")
         if choice.offload and choice.elastic:
             refuse(f"{choice!r} offloads, so nothing is recomputed, and elastic=True is of what is")
+        if type(choice.tiles) is not int or choice.tiles < 0 or (choice.with_loss and not choice.tiles):
+            refuse(f"{choice!r} says no number of tiles: tiles= is a whole number above 0, as with_loss=True asks for")
+        if choice.tiles and (len(choice.paths) > 1 or choice.offload or choice.elastic):
+            refuse(f"{choice!r} is in tiles, which is said of one module, without offload= and elastic=")
+        if choice.with_loss and (choice.keep or choice.carry or choice.store):
+            refuse(f"{choice!r} is a head with its loss, of which nothing is kept: leave keep=, carry= and store= out")
         calls = next((path for path in choice.paths if Target(path).calls), None)
         if calls is not None and (len(choice.paths) > 1 or any(word.module or not word for word in choice.kept)):
             refuse(f"{calls!r} are calls, which cannot be grouped with others and hold no modules to keep")
+        if calls is not None and choice.tiles:
+            refuse(f"{calls!r} are calls; a module is called in tiles")
         seen.update(choice.paths)
 
 
@@ -459,7 +475,7 @@ def made_elastic(plan: Plan, but: Container[str] = ()) -> Plan:
     """The plan with elastic regions, but those whose inputs are in certain stores; what it says of layers, too."""
 
     def regions(choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
-        fixed = [choice.offload or choice.store in but for choice in choices]
+        fixed = [choice.offload or choice.tiles > 0 or choice.store in but for choice in choices]
         return tuple(c if stays else replace(c, elastic=True) for c, stays in zip(choices, fixed, strict=True))
 
     def said(prediction: Prediction | None) -> Prediction | None:

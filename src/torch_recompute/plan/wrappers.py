@@ -24,6 +24,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +38,7 @@ from .._torch.storages import is_fake
 from ..engine.discard import Discard
 from ..engine.region_call import Options, RegionCall
 from ..observer import here, observing
-from ..region import Pool, keep, run, trace
+from ..region import Pool, keep, no_effect, run, trace
 from ..state import DEFAULT
 from ..stores import Store
 from ..values import Overrides, thread
@@ -102,10 +103,10 @@ class FirstCalls:
         figures = [] if region.figures is None else [region.figures]
         if here.observers is not None or transforming():  # a tensor of torch.func has no memory to look at
             with observing(*figures):
-                return run(options, fn, args, kwargs)
+                return region.called(options, fn, args, kwargs)
         region.first, looks = None, RepeatedAttention(options.name)
         with observing(looks, *figures):
-            result = run(options, fn, args, kwargs)
+            result = region.called(options, fn, args, kwargs)
         if not any(map(is_fake, _torch.tensors_in(result))):
             self._say(region, looks, result)
         return result
@@ -279,14 +280,22 @@ class Region(ForwardWrapper):
         if torch.compiler.is_compiling():
             return self.traced(self.plain, args, kwargs, self)
         make = None if self.memory is None else self.make()
-        options = Options(self.name, self.store, owner=self.owner, make=make)
+        options = Options(self.name, self.store, owner=self.owner, make=make, tile=self.choice.tiles > 0)
         fn = self.plain if self._bare else self.body
         if self.first is not None and torch.is_grad_enabled():
             return self.first.run(self, options, fn, args, kwargs)
         if self.figures is None:
-            return run(options, fn, args, kwargs)
+            return self.called(options, fn, args, kwargs)
         with observing(self.figures):
+            return self.called(options, fn, args, kwargs)
+
+    def called(self, options: Options, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a function as one region, or as one for each tile of tokens, which are the last dimension but one."""
+        if not self.choice.tiles or not torch.is_grad_enabled() or transforming() is not None:
             return run(options, fn, args, kwargs)
+        from ..engine import tiles
+
+        return tiles.run(partial(run, options, fn), self.name, self.choice.tiles, -2, args, kwargs)
 
     def traced(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], region: Callable[..., Any]
@@ -294,6 +303,8 @@ class Region(ForwardWrapper):
         """Calls a function as the region does, where `torch.compile` traces it; `region` is called where it cannot."""
         if not torch.is_grad_enabled():
             return fn(*args, **kwargs)
+        if self.choice.tiles:
+            tracing.say(no_effect(self.name, f"tiles={self.choice.tiles}", "has all tokens at once"))
         make = None if self.memory is None else RegionCall  # what is said of any elastic region
         return trace(Options(self.name, self.store, DEFAULT, make=make), fn, args, kwargs, self._contexts, region)
 
@@ -360,6 +371,50 @@ class NamedCalls(Region):
 
         options = Options(self.path, self.store, make=self.make())
         return self.watched(lambda *args, **kwargs: run(options, body, args, kwargs))
+
+
+class HeadWithLoss(Region):
+    """A head whose loss is made in tiles of tokens, with it (`engine/tiled_loss.py`).
+
+    Attributes:
+        asked: What has read the whole result instead; "" once a loss has been made in tiles; None before.
+    """
+
+    asked: str | None = None
+    _warned = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the logits, which are computed when they are read."""
+        hidden: Any = args[0] if args else None
+        weight: Any = getattr(self.module, "weight", None)
+        compiling = torch.compiler.is_compiling()
+        if compiling and not self.idle:
+            tracing.say(no_effect(self.name, f"tiles={self.choice.tiles}", "makes the loss of all tokens at once"))
+        apart = compiling or not torch.is_grad_enabled() or transforming() is not None or thread.run is not None
+        known = isinstance(hidden, torch.Tensor) and isinstance(weight, torch.Tensor) and len(args) == 1 and not kwargs
+        if self.idle or self.disabled or apart or not known or hidden.dim() < 2 or weight.dim() != 2:
+            return self.plain(*args, **kwargs)
+        from ..engine.tiled_loss import Head, unmade
+
+        if self.first is not None:
+            self.first.compare(self.module)
+        return unmade(Head(self.name, self.plain, weight, self.choice.tiles, self._region, self._told), hidden)
+
+    def _region(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        return self.watched(partial(run, Options(self.name, tile=True), fn))
+
+    def _told(self, by: str) -> None:
+        if by and not self._warned and not any(map(is_fake, self.module.parameters())):
+            self._warned = True
+            warnings.warn(
+                f"The plan makes {self.name} with its loss in {self.choice.tiles} tiles of tokens, and {by} reads the "
+                "logits of all tokens, which are there at once then. Tiles are for what reads them by "
+                "torch.nn.functional.cross_entropy alone; leave them out of the plan, or do not read the logits. (Said "
+                "once.)",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+        self.asked = by if self.asked is None or not by else self.asked
 
 
 class Listed(NamedTuple):

@@ -29,6 +29,7 @@ from .hosts import HostApart
 from .layout import LayoutPlanner
 from .planner import Planner
 from .states import Make, Stated
+from .tiling import tiled
 
 LEAN_OPTIMIZERS = ("adamw-fused", "adafactor", "sgd")  # which may take less memory than another
 _WORTH = 0.99  # of the least peak: what lowers it by less is not worth a word
@@ -81,6 +82,10 @@ def _changed(planner: Planner) -> Iterator[tuple[str, str, TrainingStep, Plan]]:
     if sheet is not None and sheet.host is not None and planner.costs.host is None:
         away = tuple(replace(choice, store="host") for choice in plan)
         yield "--offload", "offload=True", step, replace(plan, choices=away)
+    if planner.whole is None:
+        tiles, _ = tiled(step, plan, planner.simulated(plan))
+        if tiles != plan:
+            yield "--tiles", "tiles=True", step, tiles
 
 
 def doubled(ranks: Ranks) -> Iterator[tuple[str, Ranks]]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import difflib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, cast
 
@@ -40,10 +40,11 @@ from ..plan.units import find_units
 from ..simulation import Simulation, simulate_step
 from ..simulation.recording import SHARDING
 from ..training_step import Loss, MakeOptimizer, TrainingStep, elements
-from .hosts import stores_for
+from .hosts import Leave, stores_for
 from .ops import Op, op_of
 from .prices import Measured, prices_for, seconds_of
 from .sent import Sent, overlapped, sent, unknown_network
+from .tiling import tiled
 
 LARGEST = 3
 PEAK_WORDS: Mapping[str, str] = {
@@ -81,6 +82,7 @@ class ConfiguredStep:
         host_bytes: The most that is kept in host memory. What copies of activations take is not in the seconds.
         sent: What a rank sends; those seconds that FSDP hides behind what is computed are not in the step's.
         per_parameter: Bytes of weights per parameter, and of gradients and states per trained one, on all ranks.
+        tiled: What is made in tiles of tokens and by how much results differ, or why nothing is; with leave alone.
     """
 
     name: str
@@ -93,6 +95,7 @@ class ConfiguredStep:
     host_bytes: int = 0
     sent: tuple[Sent, ...] = ()
     per_parameter: Mapping[str, float] = field(default_factory=dict[str, float])
+    tiled: tuple[str, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -136,6 +139,7 @@ class ConfiguredStep:
             "host_bytes": self.host_bytes,
             "sent": [one.as_data() for one in self.sent],
             "bytes_per_parameter": {name.replace(" ", "_"): each for name, each in self.per_parameter.items()},
+            **({"tiled": list(self.tiled)} if self.tiled else {}),
             "regions": len(self.plan),
             "advice": self.simulation.advice,
             "assumed": list(self.simulation.assumed),
@@ -175,6 +179,7 @@ def peaks(
     hold_output: bool = True,
     accumulate: int = 1,
     set_to_none: bool = True,
+    tiles: bool = False,
 ) -> ConfiguredSteps:
     """Returns the peak of a training step under configurations that are stated, and what it is made of.
 
@@ -198,6 +203,8 @@ def peaks(
         hold_output: Whether the loop holds the model's output through backward.
         accumulate: How many forwards and backwards come before the optimizer's step.
         set_to_none: Whether gradients are gone when forward begins.
+        tiles: Whether the head with its loss, and the MLPs of layers that are recomputed, are computed in tiles of
+            tokens: as many as make what is wide in them small beside the rest, see `make_plan`.
 
     Raises:
         ArgumentError: A configuration is none, or matches nothing in the model; or see `simulate`.
@@ -206,13 +213,15 @@ def peaks(
     step = TrainingStep.of("peaks", model, args, kwargs, loss, optimizer, device, loop)
     plans = configurations("recompute", recompute, step)
     with at_work(f"simulating {type(model).__name__}"):
-        return peaks_of(step, plans)
+        return peaks_of(step, plans, tiles=Leave.of(tiles=tiles).tiles)
 
 
-def peaks_of(step: TrainingStep, plans: Mapping[str, Plan]) -> ConfiguredSteps:
+def peaks_of(step: TrainingStep, plans: Mapping[str, Plan], *, tiles: bool = False) -> ConfiguredSteps:
     """Returns the step under each of some plans, by name; `peaks` is this with words."""
     price = prices_for(step, step.runs_on)
     found = ConfiguredSteps(_configured(step, name, plan, price) for name, plan in plans.items())
+    if tiles:
+        found = ConfiguredSteps(_in_tiles(step, one, price) for one in found)
     if isinstance(price, Measured):
         price.keep()
     return found
@@ -282,6 +291,13 @@ def _each(step: TrainingStep, found: Simulation) -> dict[str, float]:
         "states": found.live_by_category["optimizer"] * shards / count,
     }
     return {**each, **({"in host memory": found.host_bytes * shards / count} if found.host_bytes else {})}
+
+
+def _in_tiles(step: TrainingStep, whole: ConfiguredStep, price: Roofline | Measured) -> ConfiguredStep:
+    """A configuration with its head and its MLPs in tiles."""
+    plan, words = tiled(step, whole.plan, whole.simulation)
+    found = whole if plan == whole.plan else _configured(step, whole.name, plan, price)
+    return replace(found, tiled=words)
 
 
 # --- words ---
@@ -417,6 +433,8 @@ def _said(steps: Sequence[ConfiguredStep]) -> Iterator[tuple[str, str]]:
         yield "not in the seconds", "what the host computes in the optimizer's step"
     if any(one.host_bytes > one.simulation.host_bytes for one in steps):
         yield "not in the seconds", "copies to host memory and back that take longer than what is computed meanwhile"
+    for one in steps:
+        yield from ((f"in tiles, with {one.name}", words) for words in one.tiled)
     for words in dict.fromkeys(words for one in steps for words in one.simulation.assumed):
         yield "assumed", words
     least = min(steps, key=lambda one: one.peak_bytes)

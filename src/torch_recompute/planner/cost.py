@@ -155,6 +155,26 @@ class Host:
 
 
 @dataclass(frozen=True)
+class Always:
+    """Choices that all plans of a step hold besides those for its segments.
+
+    Attributes:
+        choices: The choices.
+        seconds: What they add to the step.
+        flops: FLOPs of their replays.
+        words: What is to be said of them.
+    """
+
+    choices: tuple[Choice, ...] = ()
+    seconds: float = 0.0
+    flops: int = 0
+    words: tuple[str, ...] = ()
+
+
+NOTHING = Always()
+
+
+@dataclass(frozen=True)
 class Costs:
     """Everything a solver needs to know.
 
@@ -162,7 +182,7 @@ class Costs:
         kinds: By name.
         segments: In the order of their forwards.
         points: In any order.
-        step_seconds: Of the step without recomputation.
+        step_seconds: Of the step without recomputation in segments.
         turn_bytes: What is alive when forward ends and backward begins, besides what the segments saved.
         host: Host memory that may be used; None for none.
     """

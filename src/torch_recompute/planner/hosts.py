@@ -13,6 +13,7 @@ Where the neighbours of a layer send nothing, its copies have more time; that is
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,75 @@ from ..stores import Bandwidth, OnHost, bandwidth
 from ..stores.transfers import Direct, TransferQueue
 from ..training_step import TrainingStep
 
+
+@dataclass(frozen=True)
+class Leave:
+    """The means that a plan may use besides recomputation.
+
+    Attributes:
+        offload: Host memory: False for none, True for as much as there is, or the most bytes of it; of each rank.
+        bandwidth: How fast it is reached; None for what the data sheet says, or is measured here.
+        tiles: Whether parts may be computed in tiles of tokens, whose results differ by the order of sums.
+    """
+
+    offload: bool | int | str = False
+    bandwidth: Bandwidth | None = None
+    tiles: bool = False
+
+    @staticmethod
+    def of(
+        offload: bool | int | str = False, bandwidth: HostBandwidth = None, tiles: object = False, dashes: str = ""
+    ) -> Leave:
+        """Reads the arguments of a public function, or with `dashes` the options of a command.
+
+        Raises:
+            ArgumentError: One is none of these, or has no effect.
+        """
+        if type(tiles) is not bool:
+            raise errors.ArgumentError(
+                f"tiles={tiles!r} is neither True nor False; a plan finds out itself how many tiles of tokens lower "
+                "the peak.\n  Write tiles=True, or for tiles of your own recompute(fn, tiles=8) or Choice(tiles=8)."
+            )
+        if offload is not False:
+            limit_of(offload)
+        elif bandwidth is not None:
+            words = ("--host-bandwidth", "--offload") if dashes else ("host_bandwidth=", "offload=")
+            raise errors.ArgumentError(errors.goes_with(*words))
+        return Leave(offload, None if bandwidth is None else _read_bandwidth(bandwidth, dashes), tiles)
+
+    def link(self, roofline: Roofline | None, device: torch.device) -> Bandwidth | None:
+        """The bandwidth to host memory; None where none may be used."""
+        if self.offload is False:
+            return None
+        if self.bandwidth is not None and device.type == "cpu" and roofline is None:
+            link_of(roofline, device)  # refuses it
+        return self.bandwidth or link_of(roofline, device)
+
+
+NO_LEAVE = Leave()
+"""Nothing besides recomputation."""
+
+
+def _read_bandwidth(given: HostBandwidth, dashes: str) -> Bandwidth:
+    """Reads how fast copies to the device and from it are: "in,out", or one for both, in bytes per second.
+
+    Raises:
+        ArgumentError: It is none.
+    """
+    parts: Any = given.split(",") if isinstance(given, str) else given if isinstance(given, (tuple, list)) else [given]
+    speeds: list[int] = []
+    with contextlib.suppress(errors.ArgumentError):
+        speeds = [found for part in parts if (found := read_budget(part).bytes)]
+    if len(speeds) != len(parts) or len(speeds) not in (1, 2):
+        raise errors.ArgumentError(
+            f"{'--host-bandwidth is ' if dashes else 'host_bandwidth='}{given!r}, which says no speed of copies "
+            "between a device and host memory.\n"
+            '  Write bytes per second, into the device and out of it: "55GB,50GB"; or one for both: "50GB".'
+        )
+    return Bandwidth(to_host=speeds[-1], to_device=speeds[0])
+
+
+HostBandwidth = int | float | str | Sequence[int | float | str] | None
 LINKS = {name: Bandwidth(sheet.host, sheet.host) for name, sheet in DEVICES.items() if sheet.host is not None}
 
 

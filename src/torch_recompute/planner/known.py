@@ -49,7 +49,9 @@ if TYPE_CHECKING:
     from ..simulation import Simulation
     from .clock import Clocked
     from .cost import Kind
+    from .hosts import Leave
     from .ops import Op
+    from .tiling import InTiles
 
 MOST = 8
 _PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device})
@@ -65,6 +67,7 @@ class Known:
         ran: The operations of the step without recomputation by phase, and how often each ran.
         order: Of these, those of forward and backward in their order, where ranks send beside them.
         segments: The paths and kinds of the segments, the routers, and the dtype of autocast in the first segment.
+        tiling: What may be in tiles, and in how many.
         ways: The options of each kind of segment.
         clocked: Steps that were run, by the choices of their plans.
         plans: Plans, by budget in bytes; those of the ranks of a layout by the layout, the optimizer and the budget.
@@ -75,6 +78,7 @@ class Known:
     ran: Counter[tuple[str, Op]] = field(default_factory=Counter[tuple[str, "Op"]])
     order: list[Op] = field(default_factory=list["Op"])
     segments: tuple[list[str], list[str], tuple[str, ...], str] | None = None
+    tiling: InTiles | None = None
     ways: dict[str, Kind] = field(default_factory=dict[str, "Kind"])
     clocked: dict[Any, Clocked] = field(default_factory=dict[Any, "Clocked"])
     plans: dict[Any, Any] = field(default_factory=dict[Any, Any])
@@ -233,13 +237,13 @@ CHANGED = {
     "budget": "the budget",
     "loop": "the training loop",
     "sizes": "sizes",
-    "settings": "autocast, another setting of PyTorch, or offload=",
+    "settings": "autocast, another setting of PyTorch, offload=, host_bandwidth= or tiles=",
     "device": "the device, or the version of torch",
 }
 """The parts of a step that a plan in a file was made for, in words."""
 
 
-def made_for(step: TrainingStep, budget: object, offload: object, sizes: Sequence[int] | str = ()) -> dict[str, Any]:
+def made_for(step: TrainingStep, budget: object, leave: Leave, sizes: Sequence[int] | str = ()) -> dict[str, Any]:
     """Returns what decides on a plan, as text that JSON holds and that is the same in another process.
 
     Functions go by their code.
@@ -261,7 +265,7 @@ def made_for(step: TrainingStep, budget: object, offload: object, sizes: Sequenc
         "optimizer": [_name(optimizer if inspect.isroutine(optimizer) else type(optimizer)), str(given), hooks],
         "budget": str(budget),
         "loop": step.loop.words,
-        "settings": _hash(split_settings(settings())[0], torch.get_default_dtype(), offload),
+        "settings": _hash(split_settings(settings())[0], torch.get_default_dtype(), leave),
         "device": full_name(device) if isinstance(device, torch.device) else f"{device}, torch {torch.__version__}",
         **({"sizes": sizes if isinstance(sizes, str) else [*sizes]} if sizes else {}),
     }

@@ -35,6 +35,7 @@ from ..plan.ranks import Ranks
 from ..simulation.step import where_it_runs
 from ..training_step import OPTIMIZERS, TrainingStep, any_loss
 from .configurations import PEAK_WORDS, made_of, parts_as_data
+from .hosts import NO_LEAVE, Leave
 from .pipeline import Budget, PipelinePlanner, PipelineRank, PipelineStages, RankPlanner, paths_of_layers
 from .planner import Planner
 from .prices import prices_for
@@ -301,6 +302,7 @@ class LayoutRanks:
         optimizer: "adamw", "sgd" or "none".
         device: See `profile`.
         kept: The states of "adamw", and whether they are in host memory.
+        leave: What plans may use besides recomputation; of host memory that of each rank.
 
     Raises:
         ArgumentError: The model cannot be spread so.
@@ -315,8 +317,10 @@ class LayoutRanks:
         optimizer: str,
         device: Device,
         kept: Stated = USUALLY,
+        leave: Leave = NO_LEAVE,
     ) -> None:
         self.layout, self.tokens, self._optimizer, self._of = layout, tokens, (optimizer, kept), (model, word, device)
+        self.leave = leave
         part, self.paths, batch = one_rank(model, word, layout.ranks, layout.mbs, tokens)
         self.cut = layout.pipeline(len(self.paths))
         loop = Loop(hold_output=False)
@@ -335,7 +339,7 @@ class LayoutRanks:
         """The same step, spread in another way."""
         model, word, device = self._of
         optimizer, kept = self._optimizer
-        return LayoutRanks(model, word, layout, self.tokens, optimizer, device, kept)
+        return LayoutRanks(model, word, layout, self.tokens, optimizer, device, kept, self.leave)
 
     def under(self, plan: Plan) -> list[RankPlan]:
         """Each rank under a plan that is stated, without a prediction."""
@@ -405,7 +409,7 @@ class LayoutPlanner(LayoutRanks):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.planner = Planner(self.step)
+        self.planner = Planner(self.step, leave=self.leave)
         assert paths_of_layers(self.planner) == self.paths
 
     @cached_property

@@ -30,7 +30,7 @@ from ..plan.sizes import parameters
 from ..simulation import simulate_step
 from ..training_step import TrainingStep
 from .alternatives import held_by
-from .hosts import stores_for
+from .hosts import NO_LEAVE, Leave, stores_for
 from .layout import LayoutPlanner, LayoutRanks, RankPlan
 from .planner import Planner
 from .sizes import Call, Lengths, plan_calls
@@ -201,19 +201,19 @@ class Longest(Search):
 
     Attributes:
         step: A step of some length.
-        offload: See `make_plan`.
+        leave: What the plan may use besides recomputation.
     """
 
     def __init__(
         self,
         step: TrainingStep,
         budget: object,
-        offload: bool | int | str = False,
+        leave: Leave = NO_LEAVE,
         batch: bool = False,
         most: int | None = None,
     ) -> None:
         super().__init__(budget, batch, most)
-        self.step, self.offload = step, offload
+        self.step, self.leave = step, leave
 
     def plan(self) -> Plan:
         """Returns the plan; its last size is the most that fits.
@@ -224,21 +224,21 @@ class Longest(Search):
         """
         asked = self.asked()
         calls = (Batches if self.batch else Lengths)(parameters(self.step.model), *self.step.call)
-        planner = Planner(self._step(calls(calls.length)), offload=self.offload)
+        planner = Planner(self._step(calls(calls.length)), leave=self.leave)
         free = partial(free_bytes, self.step.model, planner.plain.device, self.step.optimizer, self.step.call)
         allowed = bytes_meant(asked, lambda: 0, planner.plain.peak_bytes, free)
         start, plan = calls.length, planner.leanest  # the least peak may be the optimizer's, and then keeps more
         for _ in range(ROUNDS):
             before = self.best
-            self.search(partial(self._peak, calls, plan), allowed, start)
+            self.search(partial(self._peak, calls, plan, start), allowed, start)
             if self.best <= before * (1 + 4 / FINE):
                 break
             start = self.best
-            plan = Planner(self._step(calls(start)), offload=self.offload).least_plan
+            plan = Planner(self._step(calls(start)), leave=self.leave).least_plan
         while True:
             found = [calls(length) for length in self.lengths()]
             try:
-                return plan_calls(self.step, found, allowed, self.offload)
+                return plan_calls(self.step, found, allowed, self.leave)
             except errors.BudgetError:  # the least plan of this length itself may need a little more
                 if self.best == 1:
                     raise
@@ -247,7 +247,10 @@ class Longest(Search):
     def _step(self, call: Call) -> TrainingStep:
         return replace(self.step, args=call[0], kwargs=call[1])
 
-    def _peak(self, calls: Lengths, plan: Plan, length: int) -> Peak:
+    def _peak(self, calls: Lengths, plan: Plan, made_at: int, length: int) -> Peak:
+        """The peak of a length with a plan, whose tiles are as large as at the length that it was made at."""
         step = self._step(calls(length))
+        tiles = (-(-choice.tiles * length // made_at) for choice in plan)
+        plan = Plan(tuple(replace(choice, tiles=count) for choice, count in zip(plan, tiles, strict=True)))
         found = simulate_step(step, prepare=partial(apply, plan=plan, stores=stores_for(plan, step)))
         return found.peak_bytes, held_by(found)

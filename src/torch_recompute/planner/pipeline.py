@@ -36,6 +36,7 @@ from ..plan.stages import StagePlan, StagePlans, Stages
 from ..training_step import TrainingStep
 from .bound import bound
 from .cost import Costs, Graph, Kind, Option, Point, Segment, Solution, begins, for_all, kinds_for_all
+from .hosts import NO_LEAVE, Leave
 from .ops import Op
 from .planner import Planner, calibrate
 from .rank_memory import RankMemory, RankPeak, StageBytes
@@ -328,10 +329,19 @@ class RankPlanner(PipelineRank):
                 cheaper = [o for o in kinds[segment.kind].options if o.span == 1 and o.seconds < before.seconds]
                 for option in sorted(cheaper, key=lambda o: o.seconds) if before.span == 1 else ():
                     other = {**fits, stage: (*fits[stage][:place], option, *fits[stage][place + 1 :])}
-                    if self._estimated(tried, other, single) <= room:
+                    if self._hosts(other) and self._estimated(tried, other, single) <= room:
                         fits = other
                         break
         return fits
+
+    def _hosted(self, chosen: Chosen) -> dict[int, int]:
+        """The bytes that a microbatch of each stage has in host memory."""
+        return {stage: sum(options[i].host_bytes for i in begins(options)) for stage, options in chosen.items()}
+
+    def _hosts(self, chosen: Chosen) -> bool:
+        """Whether host memory holds what some options send there."""
+        host = self._of.profile.costs.host
+        return host is None or host.bytes is None or self.memory.most_hosted(self._hosted(chosen)) <= host.bytes
 
     def _estimated(self, tried: TriedPlan, chosen: Chosen, single: Mapping[int, Costs]) -> int:
         """The peak of the rank under some options, from what was tried under others and the costs of its stages."""
@@ -402,12 +412,13 @@ class RankPlanner(PipelineRank):
                 points += [Point(len(segments) + p.after, p.bytes + after[p.after], p.where) for p in costs.points]
             for i, segment in enumerate(self._of.segments(stage)):
                 name, kind = f"{segment.kind} of stage {stage}", self._of.profile.costs.kinds[segment.kind]
-                options = tuple(_held(option, times, runs) for option in kind.options)
+                options = tuple(_held(option, times, runs, self.memory.most[stage]) for option in kind.options)
                 kinds[name] = Kind(options, kind.graph and graph_held(kind.graph, times + runs))
                 forward = costs.segments[i].forward_bytes + after[i + 1] if runs else 0
                 backward = costs.segments[i].backward_bytes + after[i + 1] if runs else 0
                 segments.append(Segment(segment.path, name, forward, backward))
-        return Costs(kinds, tuple(segments), tuple(points), costs.step_seconds, costs.turn_bytes)
+        host = self._of.profile.costs.host
+        return Costs(kinds, tuple(segments), tuple(points), costs.step_seconds, costs.turn_bytes, host)
 
     def _calibrated(self, tried: TriedPlan, stage: int, level: int) -> Costs:
         """The costs of one microbatch of a stage, above what else is alive."""
@@ -430,7 +441,8 @@ class RankPlanner(PipelineRank):
         of, microbatches = self._of, self._of.pipeline.microbatches
         kinds = kinds_for_all({name: Kind(kind.options) for name, kind in of.profile.costs.kinds.items()}, times)
         bound_seconds = 0.0
-        if INPUTS not in self.kinds:  # the bound knows nothing of halves of backwards that wait
+        if INPUTS not in self.kinds and of.profile.costs.host is None:
+            # The bound knows nothing of halves of backwards that wait, nor of copies of several microbatches.
             costs = self._costs(self.plain, self.memory.fullest(self.plain.bytes))
             bound_seconds = bound(costs, max(wanted, tried.peak.bytes))
         found: list[Plan] = []
@@ -450,6 +462,7 @@ class RankPlanner(PipelineRank):
             "bound_seconds": microbatches * (self.seconds + bound_seconds),
             "replay_flops": sum(promise.replay_flops for promise in promises) * microbatches // times,
             "loop": None,
+            "host_bytes": self.memory.most_hosted(self._hosted(tried.chosen)),
         }
         return [
             replace(plan, prediction=replace(promise, **whole)) for plan, promise in zip(found, promises, strict=True)
@@ -474,12 +487,13 @@ def _most(costs: Costs, options: Sequence[Option]) -> tuple[int, int, int]:
     return max(forward, between), max(backward, between), saved[-1]
 
 
-def _held(option: Option, times: int, runs: bool) -> Option:
-    """An option of which some microbatches wait, besides the one that runs if its stage does."""
+def _held(option: Option, times: int, runs: bool, most: int) -> Option:
+    """An option of which some microbatches wait, besides the one that runs if its stage does; `most` at some time."""
     waiting = times * option.saved_bytes
     own = (option.saved_bytes, option.forward_bytes, option.backward_bytes) if runs else (0, 0, 0)
     saved, forward, backward = (waiting + nbytes for nbytes in own)
-    return replace(option, saved_bytes=saved, forward_bytes=forward, backward_bytes=backward)
+    hosted = most * option.host_bytes
+    return replace(option, saved_bytes=saved, forward_bytes=forward, backward_bytes=backward, host_bytes=hosted)
 
 
 def graph_held(graph: Graph, times: int) -> Graph:
@@ -488,7 +502,9 @@ def graph_held(graph: Graph, times: int) -> Graph:
     return replace(graph, nodes=nodes, input_bytes=graph.input_bytes * times, backward_bytes=0)
 
 
-def plan_stages(step: TrainingStep, stages: Stages | Schedule, budget: Budget | Sequence[Budget]) -> StagePlans:
+def plan_stages(
+    step: TrainingStep, stages: Stages | Schedule, budget: Budget | Sequence[Budget], leave: Leave = NO_LEAVE
+) -> StagePlans:
     """The plans of all stages of a model; see `make_plan`. The budget is that of each rank, or one per rank."""
     optimizer = step.optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -498,7 +514,7 @@ def plan_stages(step: TrainingStep, stages: Stages | Schedule, budget: Budget | 
             "  Pass what makes it: optimizer=torch.optim.AdamW, or a function from a list of parameters to an "
             "optimizer."
         )
-    planner = Planner(step)
+    planner = Planner(step, leave=leave)
     paths = paths_of_layers(planner)
     pipeline = Pipeline.of(stages, paths)
     budgets = _budgets(budget, len(pipeline.orders))

@@ -33,14 +33,29 @@ from ..memory.operations import Operation
 from ..plan.apply import apply
 from ..plan.choice import Choice, joined
 from ..plan.plan import Plan
-from ..plan.roles import inside
+from ..plan.roles import inside, relative
 from ..plan.wrappers import described
 from ..simulation import Moment, Simulation, simulate_step
 from ..training_step import ALONE, TrainingStep, loss_of
 from .candidates import Guess, SegmentRecord, guesses, offloads, record
 from .clock import Clocked, Scale, clock, obstacle
-from .cost import Costs, Host, Kind, Option, Point, Segment, Solution, begins, highest_points, kinds_for_all, simplicity
-from .hosts import HostApart, limit_of, link_of, waited
+from .cost import (
+    NOTHING,
+    Always,
+    Costs,
+    Host,
+    Kind,
+    Option,
+    Point,
+    Segment,
+    Solution,
+    begins,
+    for_all,
+    highest_points,
+    kinds_for_all,
+    simplicity,
+)
+from .hosts import NO_LEAVE, HostApart, Leave, limit_of, waited
 from .known import known
 from .ops import Op, op_of
 from .prices import Measured, Overhead, hidden_copies, prices_for, seconds_of
@@ -48,6 +63,7 @@ from .profile import Profile
 from .segments import CapturedCall, capture, group, regions, spans
 from .sent import Sent, overlapped, sent
 from .solve import choices_of, choose, decides, frontier, planned, smallest, untied
+from .tiling import InTiles, acts_on_tokens, in_tiles, mlps_in_words, mlps_of
 from .trials import SegmentCall, Tried, attempt
 
 ROUNDS = 8
@@ -59,12 +75,15 @@ Checked = tuple[Solution, Simulation, Costs]  # a choice, the step with it, and 
 class Planner:
     """Costs of a training step, and plans for it.
 
-    `offload` is that of `profile`; `ran` gets the operations of the step without recomputation and how often each ran
-    (in one of the steps that are accumulated).
+    `leave` is what plans may use besides recomputation; `ran` gets the operations of the step without recomputation
+    and how often each ran (in one of the steps that are accumulated).
 
     Attributes:
         step: The step.
         plain: The step without recomputation, simulated.
+        whole: Plans without tiles, where tiles are allowed; else None.
+        always: What all plans hold besides what is chosen for segments.
+        base: The step with that alone.
         costs: Taken from that step.
         paths: The segments, in the order of their calls.
         price: Gives the seconds of an operation.
@@ -73,38 +92,60 @@ class Planner:
     """
 
     def __init__(
-        self, step: TrainingStep, *, offload: bool | int | str = False, ran: Counter[tuple[str, Op]] | None = None
+        self, step: TrainingStep, *, leave: Leave = NO_LEAVE, ran: Counter[tuple[str, Op]] | None = None
     ) -> None:
         self.step = step
-        limit = limit_of(offload) if offload is not False else None
-        self.known = known(vars(step), offload)
-        self.plain = self.simulated(Plan())
+        limit = limit_of(leave.offload) if leave.offload is not False else None
+        self.whole = Planner(step, leave=replace(leave, tiles=False)) if leave.tiles else None
+        self.known = known(vars(step), leave)
+        self.always, self._tiling = NOTHING, InTiles(None, "", (), 1)
+        self.plain = self.simulated(Plan()) if self.whole is None else self.whole.plain
+        if self.whole is not None:
+            self._allow_tiles(self.whole)
+        self.base = self.simulated(Plan(self.always.choices)) if self.always.choices else self.plain
         if ran is not None:
             ran.update(self.known.ran)
         self.price = prices_for(step, self.plain.device)
         self._host_seconds = self.price.overhead if isinstance(self.price, Measured) else Overhead()
-        self._link = link_of(step.where.roofline, self.plain.device) if offload is not False else None
+        self._link = leave.link(step.where.roofline, self.plain.device)
         self._host = None if self._link is None else Host(limit, self._link.to_host)
         self.paths, self._kinds, self._routers, autocast = self._segments()
-        self._loop = replace(self.plain.loop, autocast=autocast)
-        self.known.ways = self.known.ways or kinds_for_all(self._tried(), step.loop.accumulate)
+        self._loop = replace(self.base.loop, autocast=autocast)
+        self.known.ways = self.known.ways or (
+            self._tried_in_tiles(self.whole) if self.whole else kinds_for_all(self._tried(), step.loop.accumulate)
+        )
         self._ways = self.known.ways
         plain = tuple(self._ways[kind].options[0] for kind in self._kinds)
         # Costs that are taken too high may not see that it fits.
-        self._without = Solution(plain, self.plain.peak_bytes, 0.0, "no regions are needed")
+        self._without = Solution(plain, self.base.peak_bytes, 0.0, "no regions are needed")
         self.optimizer_seconds, seconds = seconds_of(self.known.ran, self.price, step.loop.accumulate)
         self._hidden = hidden_copies(self.known.ran, self.price)
         if self.known.order:
             once, self._hidden = overlapped(self.known.order, self.price)
             seconds = step.loop.accumulate * once + self.optimizer_seconds
-        self.costs = self._calibrated(self.plain, plain, seconds, None)
-        self._timing = ""
+        if self.whole is not None:
+            more = max(0.0, seconds - self.whole.costs.step_seconds)
+            self.always = replace(self.always, seconds=more, flops=self.base.flops["replay"])
+        self.costs = self._calibrated(self.base, plain, seconds, None)
+        self._timing = f"{self.price.timing}{self._host_seconds}" if isinstance(self.price, Measured) else ""
         if isinstance(self.price, Measured):
-            self._timing = f"{self.price.timing}{self._host_seconds}"
             self.price.keep()
+
+    def _allow_tiles(self, whole: Planner) -> None:
+        """Decides what is in tiles in all plans, and in how many tiles MLPs may be."""
+        if self.known.tiling is None:
+            lean = whole.simulated(whole.leanest)
+            self.known.tiling = in_tiles(self.step, whole.leanest, [lean, whole.plain], mlps_of(self.step))
+        self._tiling = self.known.tiling
+        head = self._tiling.head
+        self.always = Always(() if head is None else (head,), words=(self._tiling.words,))
+        if head is None:
+            self.known.ran, self.known.order = whole.known.ran, whole.known.order
 
     def _segments(self) -> tuple[list[str], list[str], tuple[str, ...], str]:
         """The paths and kinds of the segments, the routers, and the dtype of autocast."""
+        if self.whole is not None:
+            return self.whole._segments()
         if self.known.segments is None:
             captured = self._captured
             self.known.segments = captured.paths, captured.kinds, captured.routers, captured.autocast
@@ -121,7 +162,7 @@ class Planner:
     @cached_property
     def _captured(self) -> CapturedCall:
         """The calls of the segments."""
-        return capture(self.step, self.plain.device)
+        return self.whole._captured if self.whole is not None else capture(self.step, self.plain.device)
 
     @cached_property
     def profile(self) -> Profile:
@@ -144,6 +185,7 @@ class Planner:
             self._loop,
             self.plain.assumed,
             self.plain.uncounted,
+            self.always,
         )
 
     def plan(self, budget: object) -> Plan:
@@ -153,6 +195,9 @@ class Planner:
         wanted = self._meant(asked, lambda: self.least[1].peak_bytes if exact else self.floor)
         if (wanted, wanted.said) in self.known.plans:
             return self.known.plans[wanted, wanted.said]
+        whole = self._untiled(wanted)
+        if whole is not None and not whole.choices:
+            return untiled(whole, "nothing, since the step fits as it is")
         best = self._within(wanted)
         if best is None and asked.share is not None:  # the floor was too low
             wanted = self._meant(asked, lambda: self.least[1].peak_bytes)
@@ -162,13 +207,39 @@ class Planner:
         profile, scale = self._clocked((solution, simulation, costs)) if fits else (self._priced, None)
         if scale is not None:
             costs, solution = scale(costs), scale.solution(solution)
-        profile = replace(profile, assumed=simulation.assumed, uncounted=simulation.uncounted)
-        plan = planned(profile, costs, solution, wanted, simulation.peak_bytes, simulation.advice)
+        always = self._said(profile.always, solution, simulation)
+        profile = replace(profile, assumed=simulation.assumed, uncounted=simulation.uncounted, always=always)
+        advice = "" if self.always.choices else simulation.advice
+        plan = planned(profile, costs, solution, wanted, simulation.peak_bytes, advice)
+        if whole is not None and (not fits or _seconds(whole) <= _seconds(plan)):
+            longer = "nothing, since a plan without tiles fits and takes no longer"
+            return untiled(whole, longer if self.always.choices else self._tiling.words)
         if not fits:
             text = no_plan_fits(wanted.said, simulation.peak_bytes, self.plain.peak_bytes, simulation.advice)
             raise errors.BudgetError(text, simulation.peak_bytes, plan)
         self.known.plans[wanted, wanted.said] = plan
         return plan
+
+    def _untiled(self, wanted: Limit) -> Plan | None:
+        """The plan without tiles, where these are allowed and it fits."""
+        if self.whole is None:
+            return None
+        try:
+            return self.whole.plan(wanted)
+        except errors.BudgetError:
+            return None
+
+    def _said(self, always: Always, solution: Solution, simulation: Simulation) -> Always:
+        """Adds words on the MLPs that a solution has in tiles to those on what all plans hold."""
+        tiled = [
+            path
+            for path in self._tiling.mlps
+            if any(path in choice.paths for choice in self._plan_of(solution) if choice.tiles)
+        ]
+        if not tiled:
+            return always
+        said = mlps_in_words(self.step, tiled, self._tiling.tiles, simulation)
+        return replace(always, words=(*always.words, said))
 
     def _meant(self, budget: Budget, floor: Callable[[], int]) -> Limit:
         free = partial(free_bytes, self.step.model, self.plain.device, self.step.optimizer, self.step.call)
@@ -176,7 +247,7 @@ class Planner:
 
     def _within(self, wanted: Limit) -> Checked | None:
         """The cheapest choice that fits into a budget, by its simulation."""
-        best = (self._without, self.plain, self.costs) if self.plain.peak_bytes <= wanted else None
+        best = (self._without, self.base, self.costs) if self.base.peak_bytes <= wanted else None
         for costs in self._kinds_of_costs() if best is None else ():
             for found in self._checked(lambda costs: choose(costs, wanted), costs):
                 if found[1].peak_bytes <= wanted and (best is None or found[0].seconds < best[0].seconds):
@@ -194,7 +265,7 @@ class Planner:
     @cached_property
     def floor(self) -> int:
         """The smallest peak by the costs, from which a share of the activation memory begins; `least` is simulated."""
-        return min(smallest(self.costs).peak_bytes, self.plain.peak_bytes)
+        return min(smallest(self.costs).peak_bytes, self.base.peak_bytes)
 
     @property
     def least_plan(self) -> Plan:
@@ -203,8 +274,9 @@ class Planner:
 
     @cached_property
     def leanest(self) -> Plan:
-        """The plan that keeps the fewest bytes for backward, whatever else holds the peak."""
-        return self._plan_of(smallest(replace(self.costs, points=(), turn_bytes=10 * self.plain.peak_bytes)))
+        """The plan that keeps the fewest bytes for backward, whatever else holds the peak; no layer is offloaded."""
+        costs = self._kinds_of_costs()[-1]
+        return self._plan_of(smallest(replace(costs, points=(), turn_bytes=10 * self.plain.peak_bytes)))
 
     def curve(self, budget: int, most: int) -> list[Plan]:
         """Plans whose predicted peaks are above a budget, from the one next to it to that without regions."""
@@ -215,7 +287,7 @@ class Planner:
     @cached_property
     def least(self) -> Checked:
         """The choice with the smallest peak, by its simulation."""
-        best = self._without, self.plain, self.costs
+        best = self._without, self.base, self.costs
         for costs in self._kinds_of_costs():
             for found in self._checked(smallest, costs):
                 if found[1].peak_bytes >= best[1].peak_bytes:
@@ -252,7 +324,9 @@ class Planner:
         scale = self._scale(chosen)
         if isinstance(scale, str):
             return replace(self._priced, timing=f"{self._timing}, not scaled to a whole step: {scale}"), None
-        return replace(self._priced, costs=scale(self.costs), timing=f"{self._timing}, {scale}"), scale
+        always = replace(self.always, seconds=self.always.seconds * scale.replays)
+        timing = f"{self._timing}, {scale}"
+        return replace(self._priced, costs=scale(self.costs), timing=timing, always=always), scale
 
     def _scale(self, chosen: Checked | None) -> Scale | str:
         """The scale of prices by steps that are run here; or why none is, in words."""
@@ -279,11 +353,12 @@ class Planner:
                 self.known.clocked[key] = clock(model, *call, self.step.loss or loss_of, plan, device, region)
             return self.known.clocked[key]
 
-        alone = not plan.choices or (chosen is None and self.plain.peak_bytes <= room)
+        base = Plan(self.always.choices)
+        alone = plan == base or (chosen is None and self.base.peak_bytes <= room)
         try:
             times = self._loop.accumulate
-            regions = run(plan).times(times) if plan.choices else None
-            plain = run(Plan()).times(times) if alone else None
+            regions = run(plan).times(times) if plan != base else None
+            plain = run(base).times(times) if alone else None
             return Scale.of(regions, plain, solution.seconds, self.optimizer_seconds)
         except Exception as error:  # whatever a model may raise: it is said in the plan
             return f"one raised {type(error).__name__}"
@@ -309,10 +384,10 @@ class Planner:
         stores = {"host": HostApart()} if any(choice.store for choice in plan) else {}
         prepare = partial(apply, plan=plan, stores=stores)
         doing(f"simulating the step with {counted(len(key), 'region')}" if key else "simulating the step")
-        watch = None if key else count
+        watch = count if key == self.always.choices else None
         found = simulate_step(self.step, prepare=prepare, watch=watch)
         self.known.simulations[key] = found
-        if not key:
+        if watch is not None:
             self.known.ran, self.known.order = ran, order
         return found
 
@@ -333,8 +408,7 @@ class Planner:
         for kind, first in firsts.items():
             path, call = self.paths[first], captured.calls[first]
             with captured.running():
-                inputs = [x.detach().requires_grad_(x.requires_grad) for x in call.inputs]
-                records[kind] = record(call.steps[0][0], partial(call.run, inputs), inputs)
+                records[kind] = self._recorded(call)
             of = path if path in several else kind  # what is called several times has one choice for all its calls
             carries = partial(self._carries, path)
             mine = guesses(records[kind], self._replayed, TRIED, self._host_seconds, carries)
@@ -365,6 +439,11 @@ class Planner:
             best.setdefault(captured.likes[kind], [regions for regions in ways_of if regions in kept])
         return {kind: ways[kind] for kind in firsts}
 
+    def _recorded(self, call: SegmentCall) -> SegmentRecord:
+        """The operations of one segment."""
+        inputs = [x.detach().requires_grad_(x.requires_grad) for x in call.inputs]
+        return record(call.steps[0][0], partial(call.run, inputs), inputs)
+
     def _carries(self, path: str, parts: Sequence[str]) -> bool:
         """Whether a region around some parts of the segment at a path carries decisions."""
         return decides([joined(path, part) for part in parts], self._routers)
@@ -392,17 +471,55 @@ class Planner:
         except errors.RecomputeError:
             return None
 
+    def _tried_in_tiles(self, whole: Planner) -> dict[str, Kind]:
+        """The options of each kind of segment without tiles, and those with an MLP in tiles beside them."""
+        ways = dict(whole._ways)
+        for kind, own in whole._ways.items() if self._tiling.mlps else ():
+            first = self._kinds.index(kind)
+            path, call = self.paths[first], self._captured.calls[first]
+            with self._captured.running():
+                tried = self._in_tiles(path, call, self._recorded(call), own.options)
+                tiled = [for_all(option, self.step.loop.accumulate) for option in tried]
+            graph = own.graph and replace(own.graph, backward_bytes=0)  # an operation in tiles takes less at once
+            if tiled:
+                options = (*own.options, *tiled)
+                ways[kind] = Kind(options if self.paths.count(path) > 1 else undominated(options), graph)
+        return ways
+
+    def _in_tiles(
+        self, path: str, call: SegmentCall, found: SegmentRecord, options: Sequence[Option]
+    ) -> Iterator[Option]:
+        """The options of one segment with an MLP in tiles: each of the others, with a region of its own for it."""
+        plain = attempt(call, [], self._captured.pretend)
+        forward = sum(node.seconds for node in found.graph(self._replayed).nodes)
+        for mlp in (relative(mlp, path) for mlp in self._tiling.mlps if inside(mlp, path) and mlp != path):
+            tile = Choice((mlp,), tiles=self._tiling.tiles)
+            ops = (op for made in found.made if inside(made.module, mlp) for op in made.ops)
+            ways = (_around(option, mlp) for option in options) if acts_on_tokens(ops) else ()
+            for others in dict.fromkeys(way for way in ways if way is not None):
+                doing(f"trying tiles for {path}")
+                tried = self._alone(path, call, (*others, tile))
+                if tried is not None:
+                    here = self._option(tried, (*others, tile), plain)
+                    yield replace(here, seconds=here.seconds + self._waited(tried, here, plain, forward))
+
+    def _waited(self, tried: Tried, here: Option, plain: Tried, forward: float) -> float:
+        """Seconds for which a segment that keeps something in host memory waits for copies."""
+        if self._link is None:
+            return 0.0
+        step = sum(self.price(op) * count for op, count in plain.ops.items())
+        return waited(tried.host_bytes, self._link, forward, step - forward + here.seconds)
+
     def _offloaded(
         self, path: str, call: SegmentCall, ways: Iterable[tuple[int, tuple[Choice, ...]]], plain: Tried, forward: float
     ) -> Iterator[Option]:
         """The options of one segment that use host memory; `ways` says what each saves on the device without it."""
         assert self._link is not None
-        step = sum(self.price(op) * count for op, count in plain.ops.items())
         for saved_bytes, choices in ways:
             tried = self._alone(path, call, choices)
             if tried is not None and tried.saved_bytes < saved_bytes:
                 here = self._option(tried, choices, plain)
-                wait = waited(tried.host_bytes, self._link, forward, step - forward + here.seconds)
+                wait = self._waited(tried, here, plain, forward)
                 beside = tried.host_bytes if here.offload else 0  # of its neighbour, which leaves or comes meanwhile
                 levels = here.forward_bytes + beside, here.backward_bytes + beside
                 seconds = here.seconds + wait
@@ -428,9 +545,26 @@ class Planner:
             yield from (self._option(one, (region,), plain, span) for span, one in found.items() if one)
 
 
+def _around(option: Option, mlp: str) -> tuple[Choice, ...] | None:
+    """The regions of an option of one segment, without one of an MLP alone; None where others are a part of that."""
+    regions = tuple(one for one in option.regions if not any(path and inside(path, mlp) for path in one.paths))
+    named = [path for one in regions for path in (*one.paths, *(keep.module for keep in one.kept)) if path]
+    apart = not any(inside(mlp, path) or inside(path, mlp) for path in named)
+    return regions if apart and option.span == 1 and not option.offload else None
+
+
+def untiled(plan: Plan, why: str) -> Plan:
+    """A plan that says why it has no tiles where it might have."""
+    return replace(plan, prediction=plan.prediction and replace(plan.prediction, tiled=(why,)))
+
+
+def _seconds(plan: Plan) -> float:
+    return plan.predicted_step_seconds or 0.0
+
+
 def in_host_memory(option: Option) -> tuple[Choice, ...]:
-    """The regions of an option with their inputs in host memory."""
-    return tuple(replace(region, store="host") for region in option.regions)
+    """The regions of an option with their inputs in host memory; tiles are inside of one of them, or stay."""
+    return tuple(replace(region, store="" if region.tiles else "host") for region in option.regions)
 
 
 def undominated(options: Sequence[Option]) -> tuple[Option, ...]:

@@ -22,7 +22,7 @@ from .. import errors
 from .._text import shown, starred, table
 from ..memory.loop import Loop
 from ..plan.plan import MIB, VERSION, Plan, made, read
-from .cost import Costs, Graph, Host, Kind, Node, Option, Segment, highest_points
+from .cost import NOTHING, Always, Costs, Graph, Host, Kind, Node, Option, Segment, highest_points
 
 
 @shown
@@ -43,6 +43,7 @@ class Profile:
         loop: The training loop that the bytes are of; None where the profile does not say.
         assumed: What was not known of the step and has been assumed, in words.
         uncounted: Which operations take something that is not known and could raise the peak by over 0.5 %, in words.
+        always: What all plans hold besides, as a head with its loss in tiles.
     """
 
     model: str
@@ -57,6 +58,7 @@ class Profile:
     loop: Loop | None = None
     assumed: tuple[str, ...] = ()
     uncounted: str = ""
+    always: Always = NOTHING
 
     def __str__(self) -> str:
         step = f"{errors.brief(self.plain_peak_bytes)} at the peak, {_ms(self.costs.step_seconds)} ms per step"
@@ -124,7 +126,12 @@ def _profile(data: dict[str, Any]) -> Profile:
     for kind in data["costs"]["kinds"].values():
         for option in kind["options"]:
             words = {name: option.pop(name) for name in ("store", "nested", "offload") if name in option}
-            option["regions"] = [{"paths": path.split(" "), "keep": keep, **words} for path, keep in option["regions"]]
+            tiles = option.pop("tiles", None) or [0] * len(option["regions"])
+            regions = zip(option["regions"], tiles, strict=True)
+            option["regions"] = [
+                {"paths": path.split(" "), "keep": keep, **words, **({"store": "", "tiles": count} if count else {})}
+                for (path, keep), count in regions
+            ]
     return made(Profile, data)
 
 
@@ -133,6 +140,8 @@ def _option_data(option: Option) -> dict[str, Any]:
     data = {field.name: getattr(option, field.name) for field in dataclasses.fields(option)}
     regions = [(" ".join(choice.paths), choice.keep) for choice in option.regions]
     said = {"store": option.store, "nested": option.nested, **({"offload": True} if option.offload else {})}
+    tiles = [choice.tiles for choice in option.regions]
+    said |= {"tiles": tiles} if any(tiles) else {}
     return {**data, "regions": regions, **said, "host_bytes": data["host_bytes"]}
 
 
@@ -206,6 +215,7 @@ def _merged(profiles: Sequence[Profile]) -> Profile:
             *(loop and replace(loop, batch_bytes=0, output_bytes=0) for loop in (first.loop, other.loop)),
         )
         _same("what carries decisions", first.carries, other.carries)
+        _same("what is always in tiles", first.always.choices, other.always.choices)
     costs = [profile.costs for profile in profiles]
     hosts = [one.host for one in costs if one.host is not None]
     limits = [host.bytes for host in hosts if host.bytes is not None]

@@ -71,7 +71,13 @@ class RankPeak:
 
 
 class RankMemory:
-    """The memory of one rank."""
+    """The memory of one rank.
+
+    Attributes:
+        steps: Its actions.
+        stages: Its stages.
+        most: The most microbatches that each of them holds at once.
+    """
 
     def __init__(
         self,
@@ -92,7 +98,7 @@ class RankMemory:
         self.stages = sorted(steps[0].forwards)
         self._microbatches, self._to_the_end, self._here = microbatches, to_the_end, here
         self._optimizer, self._preallocated, self._reserved = optimizer, preallocated, reserved
-        self._filling = {s: max(step.live(s) for step in steps) for s in self.stages}
+        self.most = {s: max(step.live(s) for step in steps) for s in self.stages}
         self._sharded = sharded
         self._counts = {id(step): [(s, self._alive(s, step)) for s in self.stages] for step in every}
         last, self._last = dict.fromkeys(self.stages, ""), dict[int, dict[int, str]]()
@@ -147,6 +153,10 @@ class RankMemory:
         found["transient"] = use.get("transient", 0) + self._reserved
         return {**found, "kept by layers": peak.bytes - sum(found.values())}
 
+    def most_hosted(self, each: Mapping[int, int]) -> int:
+        """The most bytes in host memory, of so many for each microbatch of a stage."""
+        return max(sum(step.live(stage) * nbytes for stage, nbytes in each.items()) for step in self.steps)
+
     def at(self, stages: Mapping[int, StageBytes], step: ScheduleStep) -> int:
         """The most bytes that are alive during one of its actions."""
         return self._static(stages) + self._during(stages, step)
@@ -178,7 +188,7 @@ class RankMemory:
         received, sent = ended * inputs, ended * outputs
         if not self._to_the_end:
             # The last one that was sent while the pipeline filled stays in a variable of the schedule's.
-            filling = self._filling[number] > 1 and ended >= self._filling[number] - 1
+            filling = self.most[number] > 1 and ended >= self.most[number] - 1
             received, sent = min(ended, 1) * inputs, filling * outputs
         has_gradients = self._preallocated or step.weights[number] > 0
         return has_gradients, whole, step.half(number), ended, received, sent - whole * (not outputs)

@@ -31,6 +31,7 @@ from ..plan.plan import Plan, SizeClass, shape_in_words
 from ..plan.sizes import parameters, size_of
 from ..simulation import simulate_step
 from ..training_step import TrainingStep
+from .hosts import NO_LEAVE, Leave, stores_for
 from .planner import Planner
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -40,18 +41,18 @@ MOST = 5  # sizes shorter than the longest that are found
 
 
 def plan_sizes(
-    step: TrainingStep, sizes: Sequence[Batch | int] | str, budget: Budget | Limit, offload: bool | int | str = False
+    step: TrainingStep, sizes: Sequence[Batch | int] | str, budget: Budget | Limit, leave: Leave = NO_LEAVE
 ) -> Plan:
     """The plan for calls of several sizes; see `make_plan`."""
     if not isinstance(sizes, str):
-        return plan_calls(step, calls_of(sizes, step), budget, offload)
+        return plan_calls(step, calls_of(sizes, step), budget, leave)
     if sizes != "all":
         raise errors.ArgumentError(
             f"sizes={sizes!r} is not a choice of sizes.\n"
             '  Write sizes="all" for every length up to that of the call that is given, or the lengths: '
             "sizes=[512, 2048]."
         )
-    return _plan_all(step, budget, offload)
+    return _plan_all(step, budget, leave)
 
 
 def calls_of(examples: Sequence[Batch | int], step: TrainingStep) -> list[Call]:
@@ -84,7 +85,7 @@ def _rising(names: Sequence[str], calls: list[Call]) -> list[Call]:
     return calls
 
 
-def plan_calls(step: TrainingStep, calls: Sequence[Call], budget: Budget | Limit, offload: bool | int | str) -> Plan:
+def plan_calls(step: TrainingStep, calls: Sequence[Call], budget: Budget | Limit, leave: Leave) -> Plan:
     """The plan for some calls, from small to large."""
     names = parameters(step.model)
     shapes = [size_of(names, *call) or () for call in calls]
@@ -92,7 +93,7 @@ def plan_calls(step: TrainingStep, calls: Sequence[Call], budget: Budget | Limit
     sizes: list[SizeClass] = []
     for shape, (args, kwargs) in zip(reversed(shapes), reversed(calls), strict=True):
         try:
-            plan = Planner(replace(step, args=args, kwargs=kwargs), offload=offload).plan(budget)
+            plan = Planner(replace(step, args=args, kwargs=kwargs), leave=leave).plan(budget)
         except errors.BudgetError as error:
             text = f"sizes: for calls of {shape_in_words(shape)}, {error!s}"
             raise errors.BudgetError(text, error.smallest, error.solution) from None
@@ -104,11 +105,11 @@ def plan_calls(step: TrainingStep, calls: Sequence[Call], budget: Budget | Limit
     return replace(largest, sizes=tuple(sizes))
 
 
-def _plan_all(step: TrainingStep, budget: Budget | Limit, offload: bool | int | str) -> Plan:
+def _plan_all(step: TrainingStep, budget: Budget | Limit, leave: Leave) -> Plan:
     """The plan for every length up to that of the step's call."""
     names = parameters(step.model)
     lengths = Lengths(names, *step.call)
-    top = Planner(step, offload=offload)
+    top = Planner(step, leave=leave)
     largest = top.plan(budget)
     assert largest.prediction is not None
     allowed = Limit(largest.prediction.budget_bytes, largest.prediction.budget)
@@ -116,12 +117,13 @@ def _plan_all(step: TrainingStep, budget: Budget | Limit, offload: bool | int | 
     def fits(plan: Plan, length: int) -> bool:
         args, kwargs = lengths(length)
         shorter = replace(step, args=args, kwargs=kwargs)
-        return simulate_step(shorter, prepare=partial(apply, plan=plan)).peak_bytes <= allowed
+        prepare = partial(apply, plan=plan, stores=stores_for(plan, shorter))
+        return simulate_step(shorter, prepare=prepare).peak_bytes <= allowed
 
     curve = top.curve(allowed, MOST) if largest.choices else []
     found = {longest(partial(fits, plan), lengths.length) for plan in curve}
     calls = [lengths(length) for length in sorted(found) if length]
-    smaller = plan_calls(step, calls, allowed, offload) if calls else Plan()
+    smaller = plan_calls(step, calls, allowed, leave) if calls else Plan()
     last = SizeClass(size_of(names, *step.call) or (), largest.choices, largest.prediction)
     return replace(largest, sizes=(*smaller.sizes, last))
 

@@ -85,7 +85,7 @@ def choices_of(profile: Profile, solution: Solution) -> tuple[Choice, ...]:
             paths = tuple(joined(path, part) for path in together for part in region.paths)
             carry = decides(paths, profile.carries) and not region.offload
             found[replace(region, paths=paths, carry=carry)] = None
-    return tuple(found)
+    return (*found, *profile.always.choices)
 
 
 def decides(paths: Iterable[str], routers: Sequence[str]) -> bool:
@@ -112,8 +112,8 @@ def planned(
         peak_bytes=solution.peak_bytes if peak is None else peak,
         plain_peak_bytes=profile.plain_peak_bytes,
         step_seconds=costs.step_seconds + solution.seconds,
-        plain_step_seconds=costs.step_seconds,
-        replay_flops=sum(solution.options[i].flops for i in starts),
+        plain_step_seconds=costs.step_seconds - profile.always.seconds,
+        replay_flops=sum(solution.options[i].flops for i in starts) + profile.always.flops,
         bound_seconds=costs.step_seconds + bound(costs, max(budget, solution.peak_bytes)),
         device=profile.device,
         solver=solution.solver,
@@ -125,6 +125,7 @@ def planned(
         budget=budget.said,
         assumed=profile.assumed,
         uncounted=profile.uncounted,
+        tiled=profile.always.words,
     )
     source, asked_of = f"a budget of {budget.said}", replace(profile, costs=costs)
     return Plan(choices_of(profile, solution), source, prediction, profile.modules, profile=asked_of)
@@ -155,6 +156,7 @@ def _what(option: Option) -> str:
     whole = "recomputed" if option.span == 1 else f"{option.span} recomputed together"
     parts = [
         (f"{' with '.join(c.paths)} recomputed" if any(c.paths) else whole + ", then each again" * c.nested)
+        + (f" in {c.tiles} tiles" if c.tiles else "")
         + (f", {kept_in_words(c.kept)}" if c.keep else "")
         for c in option.regions
     ]

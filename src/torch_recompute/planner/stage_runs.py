@@ -40,6 +40,7 @@ from ..simulation.fully_sharded import ShardedStages, dtype_of, stages_of
 from ..simulation.recording import SHARDING, Recording
 from ..simulation.step import held_by_libraries, step_as_there, where_it_runs
 from ..training_step import TrainingStep, loss_of
+from .hosts import HostApart
 from .ops import Op, logging, op_of
 from .rank_memory import StageBytes
 from .schedules import BACKWARD, FORWARD, INPUTS, REDUCE, WEIGHTS
@@ -208,14 +209,15 @@ class StageRunner:
         return found
 
     def _run(self, stage: int, plan: Plan, *, halves: bool) -> StageRun:
+        host = HostApart()
         with self._running():
-            handle = apply(self.model, plan)
+            handle = apply(self.model, plan, stores={"host": host} if any(choice.store for choice in plan) else {})
             try:
                 if self.sharded is None:
-                    return _Microbatches(self, stage, halves).result()
+                    return _Microbatches(self, stage, halves, host).result()
                 layers = [layer.module for layer in self.layers[slice(*self.stages[stage])]]
                 self.sharded.run(layers, self._weights_of_root(stage))
-                return _ShardedMicrobatches(self, stage, self.sharded).result()
+                return _ShardedMicrobatches(self, stage, self.sharded, host).result()
             finally:
                 handle.remove()
 
@@ -271,8 +273,8 @@ class _StageRecording(Recording):
 class _Microbatches:
     """The two microbatches of one stage, whose backwards may come in halves."""
 
-    def __init__(self, runner: StageRunner, stage: int, halves: bool) -> None:
-        self._of, self._halves = runner, halves
+    def __init__(self, runner: StageRunner, stage: int, halves: bool, host: HostApart) -> None:
+        self._of, self._halves, self._host = runner, halves, host
         self._start, self._stop = runner.stages[stage]
         modules = [layer.module for layer in runner.layers[self._start : self._stop]]
         self._own_tensors = {id(x) for module in modules for x in (*module.parameters(), *module.buffers())}
@@ -379,7 +381,7 @@ class _Microbatches:
         if of.release:
             self._out, self._kept = None, []
             outputs = list(outputs) if self._is_last else [torch.autograd.graph.get_gradient_edge(x) for x in outputs]
-        whole = self._live - level
+        whole = self._kept_after_forward(level)
         if of.release and not again:  # gradients have buffers, which no first backward has to make
             self._given, outputs, self._recording.counting = [], [], True
             for parameter in filter(self._owns, of.model.parameters()):
@@ -404,6 +406,11 @@ class _Microbatches:
         if self._halves and again:
             self._own = {(k, a): n - (self._sent_bytes + through) * (k == WEIGHTS) for (k, a), n in self._own.items()}
         return whole, between, through
+
+    def _kept_after_forward(self, level: int) -> int:
+        """The bytes above a level when the next action begins: what is sent to host memory is there."""
+        self._host.settle()
+        return self._live - level
 
     def _in_halves(self, outputs: Any, gradients: Any, again: bool, level: int) -> int:
         """The halves of a backward; returns what is alive between them, without the gradients that are sent.
@@ -523,8 +530,8 @@ class _ShardedMicrobatches(_Microbatches):
     each in turn.
     """
 
-    def __init__(self, runner: StageRunner, stage: int, sharded: ShardedStages) -> None:
-        super().__init__(runner, stage, False)
+    def __init__(self, runner: StageRunner, stage: int, sharded: ShardedStages, host: HostApart) -> None:
+        super().__init__(runner, stage, False, host)
         self._sharded = sharded
         self._order: list[Op] = []
         self._more: dict[str, Counter[Op]] = {}

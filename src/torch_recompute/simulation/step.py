@@ -612,5 +612,6 @@ def _advise(wide: list[int], width: int, peak_bytes: int) -> str:
     return (
         f"{share:.0%} of the peak ({errors.size(sum(wide))}) is {counted(len(wide), 'logits-sized tensor')} of the "
         f"loss (width {width:,}), which recomputing layers does not free. Compute the head and the loss in tiles: "
-        "recompute(head_and_loss, tiles=8)(hidden, labels), where head_and_loss returns a loss per token."
+        "tiles=True (--tiles), or recompute(head_and_loss, tiles=8)(hidden, labels), where head_and_loss returns a "
+        "loss per token."
     )
