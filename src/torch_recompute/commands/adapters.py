@@ -148,11 +148,11 @@ class NF4Linear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Multiplies in the type that it computes in; the result has that of its input."""
         shape = [self.out_features, self.in_features]
-        made = _Product.apply(input.to(self.dtype), self.weight, self.scales, shape)
+        made = _NF4Product.apply(input.to(self.dtype), self.weight, self.scales, shape)
         return (made if self.bias is None else made + self.bias).to(input.dtype)
 
 
-class _Product(torch.autograd.Function):
+class _NF4Product(torch.autograd.Function):
     """A product with a weight that is made when it is needed."""
 
     @staticmethod

@@ -734,18 +734,9 @@ class AskedStep(TrainingStep):
             raise errors.ArgumentError(made_by_a_function("--lora", args.model))
         meta = all(parameter.is_meta for parameter in model.parameters())
         device = device_of(args, "h100" if meta else None)
-        if getattr(args, "optimizer_on_host", None) and device is None:
-            raise errors.ArgumentError(
-                f"--optimizer-on-host: copies to host memory are priced by a data sheet, and {args.model}, which has "
-                "weights, is where these are. Write the --device that is meant: --device h100."
-            )
-        asked = getattr(args, "layers", None)
-        if asked not in (None, LAYERS[0]) and device is None:
-            raise errors.ArgumentError(
-                f"--layers {asked}: its kernels are priced by a data sheet, and the seconds of {args.model}, which has "
-                "weights, would be measured. Write the --device that is meant, as --device h100."
-            )
-        layers = run_as(model, asked, ranks)
+        if device is None:
+            _check_no_data_sheet(args)
+        layers = run_as(model, getattr(args, "layers", None), ranks)
         if built_here and ranks.fully_sharded:
             if ranks.tp * ranks.cp > 1:
                 model, _, batch = one_rank(model, args.model, ranks, args.mbs or 1, call[1]["input_ids"].shape[1])
@@ -755,7 +746,7 @@ class AskedStep(TrainingStep):
         notes += () if layers is None else tuple(layers.notes)
         model = with_adapters(model, args, sharded=ranks.fully_sharded)
         words: Any = args.model, name, getattr(args, "offload", False), notes, built_here, layers, again
-        return AskedStep(model, *call, loss, optimizer, device, loop, ranks, *words, states_of(args))
+        return AskedStep(model, *call, loss, optimizer, device, loop, ranks, *words, asked_states=states_of(args))
 
     def __str__(self) -> str:
         data = self.as_data()
@@ -795,6 +786,21 @@ class AskedStep(TrainingStep):
 def layers_as_data(layers: HowLayersRun) -> dict[str, Any]:
     """Returns how layers run as plain data."""
     return {"run": LAYERS[0]} if layers is None else layers.as_data()
+
+
+def _check_no_data_sheet(args: argparse.Namespace) -> None:
+    """Refuses options that need a data sheet, for a step whose seconds are measured where its weights are."""
+    if getattr(args, "optimizer_on_host", None):
+        raise errors.ArgumentError(
+            f"--optimizer-on-host: copies to host memory are priced by a data sheet, and {args.model}, which has "
+            "weights, is where these are. Write the --device that is meant: --device h100."
+        )
+    layers = getattr(args, "layers", None)
+    if layers not in (None, LAYERS[0]):
+        raise errors.ArgumentError(
+            f"--layers {layers}: its kernels are priced by a data sheet, and the seconds of {args.model}, which has "
+            "weights, would be measured. Write the --device that is meant, as --device h100."
+        )
 
 
 def curve(profile: Profile, most: int = POINTS) -> list[Plan]:
