@@ -385,6 +385,7 @@ class LayoutRanks:
         layout, runner, price = self.layout, self.pipeline.runner, self.pipeline.price
         ranks, bounds, count = layout.ranks, self.pipeline.pipeline.bounds, layout.microbatches
         found = together([*sent(rank.ran[0], price, rank.hidden, count), *sent(rank.once, price, {})])
+        found = [*found, *sent(rank.ran[1], price, {})]
         starts = [bounds[stage][0] for stage in rank.stages] + [bounds[stage][1] for stage in rank.stages]
         crossed = [runner.bytes_of(runner.layers[start].inputs) for start in starts if 0 < start < len(runner.layers)]
         if crossed:  # by an output, or by the gradient of an input
