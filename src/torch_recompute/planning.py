@@ -505,9 +505,8 @@ def make_plan(
         ArgumentError: See `profile`; or the budget is none; or the sizes do not rise, or `args` are given with
             examples, or it cannot be told where the sequence of a call is.
     """
-    examples = not isinstance(sizes, str) and not all(type(size) is int for size in sizes)
     args, kwargs, loss = with_labels("make_plan", model, args, kwargs, loss)
-    if examples and isinstance(model, nn.Module):
+    if isinstance(model, nn.Module) and not isinstance(sizes, str) and not all(type(size) is int for size in sizes):
         call = cast("tuple[Any, ...]", args), dict(kwargs or {})
     else:
         call = call_of("make_plan", model, args, kwargs, a_module=True)

@@ -116,7 +116,7 @@ def elements(weight: torch.Tensor) -> int:
 
 
 def needs(loss: object) -> int:
-    """How many arguments a loss has to be given; 1 where it cannot be told."""
+    """Returns the number of arguments that a loss has to be given; 1 where its signature is not known."""
     signature = None if loss is None else signature_of(loss)
     if signature is None:
         return 1

@@ -29,7 +29,6 @@ import types
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -57,16 +56,14 @@ class _InChain:
         self._number = _InChain.latest
 
 
-@dataclass(eq=False)
 class _Tags:
     """The parts of the contexts of one kind of call; pickled, as for a key of a cache, it is its name alone.
 
     Dynamo of torch 2.11 and 2.12 would take a tuple apart.
     """
 
-    name: Callable[[], str]
-    begin: Callable[[], Saves]
-    first: bool | None
+    def __init__(self, name: Callable[[], str], begin: Callable[[], Saves], first: bool | None) -> None:
+        self.name, self.begin, self.first = name, begin, first
 
     def __reduce__(self) -> Any:
         return str, (f"torch_recompute: {self.name()} {self.first}",)

@@ -8,7 +8,7 @@ run on tensors without data. None of them needs a package that a machine without
     AdamW(states="8bit")          two moments of 8 bits, in blocks of 256 with a scale in 32 bits: 2.03 bytes, as those
                                   of bitsandbytes and torchao
     InBackward                    each weight is updated as soon as its gradient is there, which is freed then
-    OnHost                        gradients go to host memory as they come; weights come back from the step there, as in
+    SteppedOnHost                 gradients go to host memory as they come; weights come back from the step there, as in
                                   ZeRO-Offload and torchao's CPUOffloadOptimizer
 
 An update is one operation that takes no memory, as a fused or a compiled kernel is. Moments of 8 bits are stored by
@@ -174,7 +174,7 @@ class InBackward(torch.optim.Optimizer):
         """Does nothing: the step is over when backward is."""
 
 
-class OnHost(torch.optim.Optimizer):
+class SteppedOnHost(torch.optim.Optimizer):
     """Keeps gradients, states and a copy of each weight in host memory, and steps there.
 
     A gradient moves when it has been accumulated, and is added to what is there; weights move back after the step.
@@ -246,7 +246,7 @@ class Stated:
     def __call__(self, parameters: Any) -> torch.optim.Optimizer:
         """Makes it of some parameters."""
         makes: list[Make] = [self._plain]
-        makes += [lambda some: OnHost(some, makes[0])] if self.on_host else []
+        makes += [lambda some: SteppedOnHost(some, makes[0])] if self.on_host else []
         own = makes[-1]
         return InBackward(parameters, own) if self.in_backward else own(parameters)
 

@@ -4,9 +4,9 @@ Each rank has the queries of its own tokens. A block of keys and values is passe
 it runs, so at any time there are the block that is computed with, a copy of it that is on its way, and the one that
 arrives; the parts of attention are merged by their log-sum-exp, in 32 bits. Autograd keeps a rank's own queries, keys
 and values, the merged result and its log-sum-exp. In backward the blocks go round again, and their gradients follow
-them, in 32 bits, one rank behind. It is PyTorch's ring of `torch.distributed.tensor.experimental`, which all-to-all
-rotates, with its load balance for causal attention: each rank has an early and a late part of the tokens, so of another
-rank's block half of the keys meet all queries. The rank that is simulated is the last, of which all blocks are so.
+them, in 32 bits, one rank behind. It is PyTorch's own ring of context parallelism, which all-to-all rotates, with its
+load balance for causal attention: each rank has an early and a late part of the tokens, so of another rank's block half
+of the keys meet all queries. The rank that is simulated is the last, of which all blocks are so.
 
 The kernel is the one that `scaled_dot_product_attention` takes; it is seen when it is called, and the kernel of its
 backward is called with what the ring has merged.
