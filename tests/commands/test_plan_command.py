@@ -188,7 +188,19 @@ def test_json(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = document(capsys, llama, "--sequence", "128", "--budget", "50%", "--optimizer", "sgd", "--device", "a100")
     assert list(found) == [
         *("schema_version", "command", "model", "class", "parameters", "dtypes", "inputs", "layers", "optimizer"),
-        *("offload", "notes", "hold_output", "accumulate", "set_to_none", "device", "plain", "advice", "plan"),
+        *(
+            "offload",
+            "host_bandwidth",
+            "tiles",
+            "notes",
+            "hold_output",
+            "accumulate",
+            "set_to_none",
+            "device",
+            "plain",
+            "advice",
+            "plan",
+        ),
     ]
     assert (found["schema_version"], found["command"], found["device"]) == (1, "plan", "a100")
     assert found["inputs"] == {"input_ids": [1, 128], "labels": [1, 128]}
@@ -279,7 +291,7 @@ def test_the_longest_sequence(llama: str, tmp_path: Path, capsys: pytest.Capture
     """The most tokens that a budget holds, five lengths with seconds and tokens per second, and a plan for all."""
     out = tmp_path / "plan.json"
     argv = [llama, "--longest", "--batch", "2", "--budget", "800KiB", "--optimizer", "sgd", "--out", str(out)]
-    found = document(capsys, *argv)
+    found = document(capsys, *argv, "--device", "cpu")
     plan = Plan.from_json(out.read_text())
     assert plan == Plan.from_json(json.dumps(found["plan"]))
     assert (found["found"], plan.sizes[-1].shape) == ("sequence", (2, found["most"]))
@@ -448,7 +460,7 @@ def test_a_budget_below_the_weights(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setattr("torch_recompute.commands.plan.Planner", lambda *_, **__: pytest.fail("simulated"))
     assert cli.main([*argv, str(weights - 1)]) == cli.TOO_SMALL
     said = capsys.readouterr().err
-    assert f"for the weights alone of this_test:pair, {errors.size(weights, up=True)} ({weights} bytes)" in said
+    assert f"{errors.size(weights, up=True)} ({weights} bytes): {errors.size(weights, up=True)} of weights." in said
 
 
 @pytest.mark.parametrize(

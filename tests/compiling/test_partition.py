@@ -307,7 +307,7 @@ def test_steps_that_cannot_be_planned_compiled():
     with pytest.raises(BudgetError) as caught:
         make_plan(model, (ids(),), budget=1000, compiled=True)
     assert caught.value.smallest == caught.value.solution.predicted_peak_bytes > 1000
-    with pytest.raises(ArgumentError, match="stages, sizes or offload"):
+    with pytest.raises(ArgumentError, match="stages, sizes, offload or tiles"):
         make_plan(model, (ids(),), budget=0.4, compiled=True, offload=True)
     with torch.device("meta"):
         meta = Model(layers=1)

@@ -10,6 +10,7 @@ import contextlib
 import fnmatch
 import functools
 import importlib
+import logging
 import operator
 import pkgutil
 import sys
@@ -863,7 +864,7 @@ def allocations_are_noted_until_they_are_asked_for(t: Any) -> Any:
     t.storages.note_allocations()
     torch.empty(16)
     between = t.storages.noted_allocations()
-    with profile() as found:
+    with profile(acc_events=True) as found:
         after = t.storages.noted_allocations()
         torch.empty(16)
     return before, between, after, "aten::empty" in [event.key for event in found.key_averages()]
@@ -879,6 +880,27 @@ def a_layout_over_memory(t: Any) -> Any:
     laid = t.fakes.lay(memory, 1, ((2, 2), (1, 2)), torch.float32, "cpu").tolist()
     memory.resize_(0)
     return laid, t.fakes.lay(memory, 1, ((2, 2), (1, 2)), torch.float32, "cpu").shape, memory.nbytes()
+
+
+each("fakes.host_of", ["cpu"], torch.ones(1), view=str)
+
+
+@row("fakes.failures_unlogged", (False, True, False))
+def failures_of_fakes_are_not_logged(t: Any) -> Any:
+    """Inside, what fails on fake tensors is not logged; before and after it is."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    with t.fakes.failures_unlogged():
+        inside = log.disabled
+    return False, inside, log.disabled
+
+
+@row("graphs.gradient_hooks", (0, 1))
+def hooks_of_a_gradient(t: Any) -> Any:
+    """The hooks that run after a gradient was accumulated."""
+    weight = vector()
+    before = len(t.graphs.gradient_hooks(weight))
+    weight.register_post_accumulate_grad_hook(lambda _: None)
+    return before, len(t.graphs.gradient_hooks(weight))
 
 
 @row("fakes.resizes", (3, 1, 32, False))

@@ -174,7 +174,7 @@ def test_what_is_alive_on_the_cpu() -> None:
 
 
 def in_a_profile(run: Callable[[], None]) -> Any:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as found:
         run()
     return sorted(event.key for event in found.key_averages() if event.key.startswith("aten::"))
 

@@ -70,7 +70,7 @@ def allocated(make: Callable[[], Any], plan: Plan, loop: Loop) -> int:
 
     second = 0
     gc.collect()  # what is freed inside counts, too
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         model, batch, loss_of = make()
         model.zero_grad()
         apply(model, plan)

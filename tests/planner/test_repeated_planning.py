@@ -179,7 +179,9 @@ def test_a_first_layer_tries_what_was_best_for_the_others(monkeypatch: pytest.Mo
     tries: list[int] = []
     plain_attempt = planner.attempt
     monkeypatch.setattr(
-        planner, "attempt", lambda call, *rest: tries.append(len(call.steps)) or plain_attempt(call, *rest)
+        planner,
+        "attempt",
+        lambda call, *rest, **how: tries.append(len(call.steps)) or plain_attempt(call, *rest, **how),
     )
 
     def plans() -> tuple[int, list[Plan]]:

@@ -84,8 +84,8 @@ def test_each_rank_may_have_a_budget_of_its_own(plans: StagePlans) -> None:
 
 def test_too_small_a_budget_names_the_rank_and_what_it_needs() -> None:
     """The error carries the least of the first rank that does not fit, and its plans; that budget is then kept."""
-    with pytest.raises(BudgetError, match="rank 0 of the pipeline: budget=100 bytes is too small") as caught:
-        plans_for("1F1B", [100, "10 MiB"])
+    with pytest.raises(BudgetError, match="rank 0 of the pipeline: budget=1,000 bytes is too small") as caught:
+        plans_for("1F1B", [1000, "10 MiB"])
     again = plans_for("1F1B", [caught.value.smallest, "10 MiB"])
     assert again[0].predicted_peak_bytes == caught.value.smallest
 
@@ -218,9 +218,9 @@ def test_every_layout_has_a_plan_or_a_sentence(layers: int) -> None:
         pipeline = Layout(Ranks(pp=pp, vpp=vpp)).pipeline(layers)
         for rank in Imagined(known, pipeline, None, megatron=True).ranks:  # type: ignore[arg-type]
             seconds: list[float] = []
-            for budget in (1, "10%", "70%", 2**40):
+            for budget in ("1B", "10%", "70%", 2**40):
                 tried, wanted = rank.fitted(budget)
-                assert tried.peak.bytes <= wanted or budget == 1
+                assert tried.peak.bytes <= wanted or budget == "1B"
                 seconds += [tried.seconds]
             assert rank.least.seconds == seconds[0] >= seconds[1] > seconds[2] > seconds[3] == 0
 

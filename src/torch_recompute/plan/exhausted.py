@@ -212,7 +212,7 @@ def _advice(plan: Plan | None, capacity: int | None, asked: int) -> list[str]:
     if plan.profile is None:
         return [*lines, _make_one(target)]
     try:
-        leaner = plan.profile.solve(budget=max(1, target)).prediction
+        leaner = plan.profile.solve(budget=f"{max(1, target)}B").prediction
     except errors.BudgetError as error:
         return [
             *lines,

@@ -284,10 +284,11 @@ class Region(ForwardWrapper):
         fn = self.plain if self._bare else self.body
         if self.first is not None and torch.is_grad_enabled():
             return self.first.run(self, options, fn, args, kwargs)
+        call = self.called if self.choice.tiles else run
         if self.figures is None:
-            return self.called(options, fn, args, kwargs)
+            return call(options, fn, args, kwargs)
         with observing(self.figures):
-            return self.called(options, fn, args, kwargs)
+            return call(options, fn, args, kwargs)
 
     def called(self, options: Options, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a function as one region, or as one for each tile of tokens, which are the last dimension but one."""

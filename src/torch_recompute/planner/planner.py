@@ -255,12 +255,21 @@ class Planner:
         return best
 
     def _kinds_of_costs(self) -> list[Costs]:
-        """The costs, and where layers may be offloaded, those without: what is in flight of neighbours is a guess."""
-        without = {
-            name: replace(kind, options=tuple(option for option in kind.options if not option.offload))
-            for name, kind in self.costs.kinds.items()
-        }
-        return [self.costs, *([replace(self.costs, kinds=without)] if without != self.costs.kinds else [])]
+        """The costs; where layers may be offloaded, those without, and where host memory may be used, those without.
+
+        What is in flight of neighbours is a guess, and among more options the solver is less exact.
+        """
+        found = [
+            self.costs,
+            self._leaving_out(lambda option: option.offload),
+            self._leaving_out(lambda option: bool(option.store)),
+        ]
+        return [costs for number, costs in enumerate(found) if costs.kinds not in [one.kinds for one in found[:number]]]
+
+    def _leaving_out(self, out: Callable[[Option], bool]) -> Costs:
+        kinds = self.costs.kinds.items()
+        left = {name: replace(kind, options=tuple(o for o in kind.options if not out(o))) for name, kind in kinds}
+        return replace(self.costs, kinds=left)
 
     @cached_property
     def floor(self) -> int:
@@ -275,7 +284,7 @@ class Planner:
     @cached_property
     def leanest(self) -> Plan:
         """The plan that keeps the fewest bytes for backward, whatever else holds the peak; no layer is offloaded."""
-        costs = self._kinds_of_costs()[-1]
+        costs = self._leaving_out(lambda option: option.offload)
         return self._plan_of(smallest(replace(costs, points=(), turn_bytes=10 * self.plain.peak_bytes)))
 
     def curve(self, budget: int, most: int) -> list[Plan]:
