@@ -263,7 +263,7 @@ def test_lightning_plans_for_a_budget(tmp_path: Path, capsys: pytest.CaptureFixt
     inside = functools.partial(lightning, planned="inside")
     (expected, _), (weights, _) = (trained(way, True, tmp_path) for way in (functools.partial(lightning), inside))
     assert_same(weights, expected)
-    assert "layers recomputed; planned in " in capsys.readouterr().out
+    assert "recomputed; planned in " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", INTEGRATIONS)

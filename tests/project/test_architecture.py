@@ -93,8 +93,8 @@ WINGS = {
     "around": {"compat", "distributed", "integrations", "doctor", "testing", "__init__"},
     "commands": {"commands", "report", "__main__"},
 }
-MOST_CODE_LINES = {"core": 6_352, "planning": 14_960, "around": 4_525, "commands": 3_748, "tests": 36_399}
-MOST_FILES, MOST_LONG_FUNCTIONS, LONGEST_FUNCTION, MOST_NAMES_TWICE = 171, 5, 50, 4
+MOST_CODE_LINES = {"core": 6_715, "planning": 17_369, "around": 4_525, "commands": 4_266, "tests": 38_480}
+MOST_FILES, MOST_LONG_FUNCTIONS, LONGEST_FUNCTION, MOST_NAMES_TWICE = 178, 5, 50, 4
 LONG_FUNCTION = 40  # lines without the docstring
 
 # Names in docstrings that are others': of libraries that are not imported where they are named, of kernels, of models.

@@ -117,8 +117,9 @@ def test_the_manual_needs_no_network() -> None:
     assert contents["theme"]["font"] is False  # else Google's
     named = {next(iter(plugin)) if isinstance(plugin, dict) else plugin for plugin in contents["plugins"]}
     assert named == {"search", "mkdocstrings", "redirects"}  # `offline` and `privacy` download
-    sources = [ROOT / "mkdocs.yml", *DOCS.rglob("*.css")]
-    assert not [path for path in sources if re.search(r"https?://|@import", path.read_text("utf-8"))]
+    texts = [path.read_text("utf-8") for path in (ROOT / "mkdocs.yml", *DOCS.rglob("*.css"))]
+    texts[0] = texts[0].replace(f"site_url: {contents['site_url']}", "")  # where it will be, which names the pages
+    assert not [text for text in texts if re.search(r"https?://|@import", text)]
 
 
 @pytest.mark.parametrize("name", ["region", "saved-call", "discard", "carry", "step"])
