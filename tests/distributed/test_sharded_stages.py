@@ -1,4 +1,8 @@
-"""Pipelines whose stages FSDP2 shards have the predicted peak over gloo, to the byte, in torch's runtime."""
+"""Pipelines whose stages FSDP2 shards have the predicted peak over gloo, in torch's runtime.
+
+It is met to the byte, but for what is sent: the prediction has each message alive until the rank waits for it, and on a
+busy machine gloo's threads may have let go of it before.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.torch_version import TorchVersion
 
 from distributed.ranks import Ranks as Processes
-from distributed.staged import CLASSES, LAYERS, MICROBATCHES, ROWS, TARGET, Net, loss_of
+from distributed.staged import CLASSES, LAYERS, MICROBATCHES, ROWS, TARGET, WIDTH, Net, loss_of
 from torch_recompute import Choice, Plan, Ranks, Stages, apply, measure
 from torch_recompute.planner.pipeline import PipelineRank, PipelineStages
 from torch_recompute.planner.schedules import Pipeline
@@ -92,5 +96,7 @@ def peaks(ranks: Ranks, schedule: str) -> tuple[int, dict[str, int]]:
 def test_the_peak_of_sharded_stages(ranks: Processes, case: str) -> None:
     """Each rank has the predicted peak, whether weights stay gathered or are gathered for each microbatch."""
     promised = {name: predicted(*CASES[case], plan) for name, plan in PLANS.items()}
+    messages = 2 * CASES[case][0].vpp * ROWS * WIDTH * torch.float32.itemsize
     for number, found in Processes(ranks._pool, 4).run(peaks, *CASES[case]):
-        assert found == {name: peaks[number] for name, peaks in promised.items()}
+        for name, peak in found.items():
+            assert promised[name][number] - messages <= peak <= promised[name][number], (number, name)
