@@ -34,9 +34,11 @@ def machine() -> dict[str, Any]:
     return {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
 
 
-def arguments(description: str, **lists: str) -> argparse.Namespace:
-    """The options that every benchmark takes; and options that take lists of words, with what each says."""
+def arguments(description: str, words: str = "", **lists: str) -> argparse.Namespace:
+    """The options that every benchmark takes; words without an option; and options that take lists of words."""
     parser = argparse.ArgumentParser(description=description)
+    if words:
+        parser.add_argument("words", nargs="*", metavar="CASE", help=words)
     parser.add_argument("--rounds", type=int, default=100, help="rounds of interleaved runs (default 100)")
     parser.add_argument("--save", metavar="NAME", help="write the figures to benchmarks/results/NAME.json")
     for name, says in lists.items():
