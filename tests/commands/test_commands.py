@@ -62,9 +62,8 @@ class Command:
 
 BLOCKS = "peers discard --d-model 8 --d-ff 32 --seq 16 --iters 1 --n-layers 1 --only rms_norm --device cpu"
 MADE_BY = "torch_recompute torch python machine"
-TASK = (
-    "model class parameters dtypes inputs layers optimizer offload host_bandwidth tiles notes hold_output accumulate "
-)
+TASK = "model class parameters dtypes inputs layers optimizer offload host_bandwidth tiles notes"
+TASK += " hold_output accumulate set_to_none"
 COMMANDS = (
     Command(
         "demo --steps 1 --layers 1 --d-model 8 --seq 16 --batch 2",
