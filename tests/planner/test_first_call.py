@@ -313,6 +313,15 @@ def test_a_setting_of_torch_is_seen(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert said[2].startswith("planned again: autocast")
 
 
+def test_a_loss_of_no_module_is_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a method of a tensor, or what `exec` has made: it goes by its code."""
+    loss, net = eval("lambda out: out", {"__name__": None}), Net()
+    assert loss.__module__ is None
+    for _ in range(2):
+        auto(net, X, budget=0.1, loss=loss, device="h100", cache=tmp_path / "plan.json").remove()
+    assert "plan read from" in capsys.readouterr().out
+
+
 def test_less_room_plans_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -331,7 +331,7 @@ def _name(thing: Any) -> str:
 
 def _source(thing: Any) -> str:
     """A class or function by its source; a library's by its name."""
-    if getattr(thing, "__module__", "").partition(".")[0] in ("torch", "builtins"):
+    if (getattr(thing, "__module__", None) or "").partition(".")[0] in ("torch", "builtins"):
         return _name(thing)
     try:
         return inspect.getsource(thing)
