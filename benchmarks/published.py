@@ -60,7 +60,7 @@ class Case:
 TUNE = "llama3.2-3b --batch 2 --sequence 4096 --no-hold-output --device a100"
 CHUNKS = f"{TUNE} --layers compiled --tiles"
 HEADS = "keys and values copied to all heads, 28 layers x 8192 tokens x 2 x 16 heads x 128 x 2 bytes"
-DEEPSEEK = "deepseek-v3 --pp 4 --vpp 4 --ep 64 --dp 64 --batch 8192 --device gb200 --layers"
+DEEPSEEK = "deepseek-v3 --pp 4 --vpp 4 --ep 64 --dp 64 --batch 8192 --reduce-dtype float32 --device gb200 --layers"
 TITAN = "llama3.1-8b --layers compiled --recompute full --device h100-96"
 ALST = "llama3.1-8b --optimizer-on-host --device h100"
 MEGATRON = "llama3-70b --tp 4 --sequence-parallel --pp 4 --vpp 5 --dp 2 --batch 32 --sequence 4096 --device h100"
