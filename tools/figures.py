@@ -176,6 +176,16 @@ def matrix() -> str:
     return _table(("torch", "Python", "tests", *OUTCOMES, "on"), rows)
 
 
+def published() -> str:
+    """Published runs beside ours: both figures, and whether the goal is reached."""
+    rows: list[tuple[str, ...]] = []
+    for row in _result("published")["figures"]:
+        ours, off = ("refused", "") if "refused" in row else (f"{row['ours']:,.1f} {row['unit']}", f"{row['off']:+.1%}")
+        goal = f"{row['within']:.0%}, {'reached' if row['reached'] else '**not reached**'}"
+        rows.append((row["case"], f"{row['published']:,} {row['unit']} ({row['measures']})", ours, off, goal))
+    return _table(("run", "published", "here", "difference", "goal"), rows)
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "saves": saves,
     "replays": replays,
@@ -186,4 +196,5 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "compiled": compiled,
     "doctor": doctor,
     "matrix": matrix,
+    "published": published,
 }

@@ -76,7 +76,8 @@ def test_the_promise_is_kept_with_tiles(kind: str, offload: bool) -> None:
     mlps = [choice for choice in plan if choice.tiles and not choice.with_loss]
     assert len(heads) == 1
     assert mlps or kind == "gemma"  # whose attention by hand takes more
-    assert any(choice.store == "host" for choice in plan) == offload
+    # Attention by hand is gemma's peak, which host memory does not lower; then nothing goes there.
+    assert any(choice.store == "host" for choice in plan) == (offload and kind == "llama")
     assert plan.prediction.peak_bytes < 0.7 * whole.least[1].peak_bytes
     gradients, peak, store = real_step(kind, plan)
     plain, before, _ = real_step(kind, Plan())
