@@ -13,7 +13,8 @@ from support.models import Made
 from support.zoo import ZOO, build, mean_loss, plans, scalar_loss
 from torch_recompute import ArgumentError, Choice, Plan, RecomputeError, apply, errors, make_plan, measure, simulate
 from torch_recompute.memory import CATEGORIES
-from torch_recompute.simulation.step import _with_index
+from torch_recompute.simulation.step import where_it_runs
+from torch_recompute.training_step import TrainingStep
 
 # Which tokens go to which expert depends on the values of weights; a simulation sends them evenly.
 ROUTED = {"megatron_moe"}
@@ -296,7 +297,8 @@ def test_a_second_plan_is_refused() -> None:
 def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Finding 18: ranks that simulate for "cuda" do not all open a context on the first device."""
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
-    assert _with_index(torch.device("cuda")) == torch.device("cuda", 3)
+    step = TrainingStep.of("simulate", nn.Linear(2, 2), torch.ones(1, 2), None, device="h100")
+    assert where_it_runs(step) == (torch.device("cuda", 3), 512)
 
 
 @pytest.mark.filterwarnings("ignore:Using `torch.compile\\(module\\)` when there are global hooks:UserWarning")
