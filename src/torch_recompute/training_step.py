@@ -112,6 +112,11 @@ def elements(weight: torch.Tensor) -> int:
     return getattr(weight, "packed", weight.numel())
 
 
+def weights_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The parameters of an optimizer."""
+    return [weight for group in optimizer.param_groups for weight in group["params"]]
+
+
 # --- losses ---
 
 
@@ -320,7 +325,7 @@ def optimizer_of(what: str, optimizer: object, model: nn.Module | None = None) -
         )
     if isinstance(optimizer, torch.optim.Optimizer) and model is not None:
         own = {id(parameter) for parameter in model.parameters()}
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        held = weights_of(optimizer)
         others = [tuple(parameter.shape) for parameter in held if id(parameter) not in own]
         if others:
             raise errors.ArgumentError(

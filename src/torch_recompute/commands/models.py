@@ -362,7 +362,7 @@ def with_adapters(model: nn.Module, args: argparse.Namespace, *, sharded: bool =
     return adapted(model, args.model, lora, args.base or BASES[0], storage)
 
 
-def states_of(args: argparse.Namespace) -> dict[str, Any]:
+def states_words(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the options of states and adapters that a command line has."""
     return {word: given for word in STATE_KINDS if (given := getattr(args, word, None)) is not None}
 
@@ -747,7 +747,7 @@ class AskedStep(TrainingStep):
         notes += () if layers is None else tuple(layers.notes)
         model = with_adapters(model, args, sharded=ranks.fully_sharded)
         words: Any = args.model, name, leave_of(args), notes, built_here, layers, again
-        return AskedStep(model, *call, loss, optimizer, device, loop, ranks, *words, asked_states=states_of(args))
+        return AskedStep(model, *call, loss, optimizer, device, loop, ranks, *words, asked_states=states_words(args))
 
     def __str__(self) -> str:
         data = self.as_data()

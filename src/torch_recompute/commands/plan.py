@@ -603,7 +603,7 @@ class _OnRanks:
         head = f"{args.model}: {parameters:,} parameters, {self.tokens} tokens, {layers}, "
         head += f"optimizer {args.optimizer}{self.kept}"
         step = {"model": args.model, "sequence": self.tokens, "layers": models.layers_as_data(self.layers)}
-        step |= {"optimizer": args.optimizer, **models.states_of(args)}
+        step |= {"optimizer": args.optimizer, **models.states_words(args)}
         notes = [*dict.fromkeys(filter(None, (*self.notes, *more)))]
         step |= {"device": args.device or "h100", "layout": self.layout.as_data(), "notes": notes}
 

@@ -31,7 +31,7 @@ from ..plan.plan import Plan
 from ..plan.ranks import Ranks
 from ..plan.roles import inside
 from ..plan.units import find_units
-from ..simulation.fused import moved
+from ..simulation.fused import class_with, moved
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def _compiled(kind: type[nn.Module]) -> type[nn.Module]:
             known[key] = _traced(self, kind, list(named), leaves, spec, tensors)
         return known[key](tensors)
 
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    return class_with(kind, forward)
 
 
 def _fake(fakes: FakeTensorMode, x: torch.Tensor) -> torch.Tensor:

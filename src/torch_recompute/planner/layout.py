@@ -33,7 +33,7 @@ from ..memory.loop import Loop
 from ..plan.plan import Plan
 from ..plan.ranks import Ranks
 from ..simulation.step import where_it_runs
-from ..training_step import OPTIMIZERS, TrainingStep, any_loss
+from ..training_step import OPTIMIZERS, TrainingStep, any_loss, weights_of
 from .configurations import PEAK_WORDS, made_of, parts_as_data
 from .hosts import NO_LEAVE, Leave
 from .pipeline import Budget, PipelinePlanner, PipelineRank, PipelineStages, RankPlanner, paths_of_layers
@@ -42,7 +42,7 @@ from .prices import prices_for
 from .schedules import Pipeline, one_f_one_b, orders_named
 from .sent import Sent, between, sent, together
 from .stage_runs import StageRun
-from .states import Stated, new_states, trained, update, weights_of
+from .states import Stated, new_states, trained, update
 from .tensor_parallel import check_divides, rank_model
 
 USUALLY, MEGATRONS = Stated(), "fp32-master"

@@ -443,10 +443,13 @@ class _Microbatches:
         """Notes the most that was alive since some sample above a level."""
         if kind == FORWARD:
             self._recording.forward_is_over()
-        live = [sample.live_bytes for sample in self._timeline[start:]]
-        self._own[kind, again] = max([*live, self._live]) - level
-        if again and live:
-            self._uses[kind] = self._used(self._timeline[start + live.index(max(live))].event)
+        self._own[kind, again] = self._most(start, level)
+        if again and (samples := self._timeline[start:]):
+            self._uses[kind] = self._used(max(samples, key=lambda sample: sample.live_bytes).event)
+
+    def _most(self, start: int, level: int) -> int:
+        """The most that was alive since some sample above a level."""
+        return max([*(sample.live_bytes for sample in self._timeline[start:]), self._live]) - level
 
     def _used(self, event: int) -> dict[str, int]:
         """Bytes that the microbatch takes besides what it keeps, after an event, by what they are for."""
@@ -583,10 +586,6 @@ class _ShardedMicrobatches(_Microbatches):
         self._own |= {(REDUCE, had): most for had in (False, True)}
         self._uses[REDUCE] = {SHARDING: most}
         return before, start, (whole, 0, through)
-
-    def _most(self, start: int, level: int) -> int:
-        """The most that was alive since some sample above a level."""
-        return max([*(sample.live_bytes for sample in self._timeline[start:]), self._live]) - level
 
     def _flight(self, last: str) -> _Flight:
         """A forward after an action of some kind."""

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from .._torch.fakes import host_of
-from ..training_step import OPTIMIZERS, USUAL
+from ..training_step import OPTIMIZERS, USUAL, weights_of
 
 Make = Callable[[Any], torch.optim.Optimizer]
 STATES = ("fp32-master", "bf16", "8bit")
@@ -220,11 +220,6 @@ class SteppedOnHost(torch.optim.Optimizer):
 def trained(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Of some parameters those that are trained."""
     return [weight for weight in parameters if weight.requires_grad]
-
-
-def weights_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The parameters of an optimizer."""
-    return [weight for group in optimizer.param_groups for weight in group["params"]]
 
 
 @dataclass(frozen=True)

@@ -449,7 +449,7 @@ def fuse(model: nn.Module, options: Sequence[str] = (), what: str = "--layers fu
             fused[unit.cls] += 1
             work += "norm" not in unit.role
         if forward is not type(module).forward:
-            module.__class__ = _class_with(type(module), forward)
+            module.__class__ = class_with(type(module), forward)
     if not work:
         layers = counted(len(units.layers), "layer")
         seen = f": {listed([f'{count} {name} ({why})' for (name, why), count in eager.items()])}" if eager else ""
@@ -473,7 +473,8 @@ class _KnownPart(NamedTuple):
 
 
 @functools.cache
-def _class_with(kind: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
+def class_with(kind: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
+    """A subclass of a class of modules, under its name, with another forward."""
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
 

@@ -52,7 +52,7 @@ from ..memory.operations import ModuleStack
 from ..memory.workspaces import keep, kept_by_cublas
 from ..plan.apply import apply, not_applicable
 from ..plan.plan import Plan
-from ..training_step import MakeOptimizer, TrainingStep, loss_in
+from ..training_step import MakeOptimizer, TrainingStep, loss_in, weights_of
 from .context_parallel import share_context
 from .copies import Faker
 from .experts import share_experts
@@ -355,7 +355,7 @@ class _SimulatedStep:
         """Notes the optimizers that step in backward, of which what they make is theirs."""
 
         def steps(begins: bool, optimizer: torch.optim.Optimizer) -> None:
-            if any(type(weight) is FakeTensor for weight in _weights(optimizer)):
+            if any(type(weight) is FakeTensor for weight in weights_of(optimizer)):
                 self._stepped[id(optimizer)] = optimizer
                 step_as_there(optimizer, self._device, self._pretend)
                 recording.stepping(begins)
@@ -430,11 +430,6 @@ class _SimulatedStep:
     def _backward(self, value: torch.Tensor) -> None:
         with _outside_autocast(self._device.type):
             value.backward()
-
-
-def _weights(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The parameters of an optimizer."""
-    return [weight for group in optimizer.param_groups for weight in group["params"]]
 
 
 OF_WHOLE_WEIGHTS = (
