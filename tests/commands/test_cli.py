@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import torch_recompute_cli
+from support.acted import Terminal
 from torch_recompute import Plan, __version__
 from torch_recompute.commands import cli, demo, doctor
 from torch_recompute.commands.demo import SETTINGS, DemoSetting, run
@@ -174,13 +175,6 @@ def test_completion_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, capsys: 
     with pytest.raises(SystemExit):
         cli.main(["--completion", "bash"])
     assert "pip install torch-recompute[cli]" in capsys.readouterr().err
-
-
-class Terminal(io.StringIO):
-    """A terminal that keeps what is printed."""
-
-    def isatty(self) -> bool:
-        return True
 
 
 LONG = "as many words as do not fit into the width of a terminal " * 3

@@ -25,6 +25,7 @@ import torch
 from frontier import comparing, ways
 from frontier.config import Config
 
+from support.acted import Terminal
 from torch_recompute import Choice, Plan, _text, audit, simulate, verify
 from torch_recompute.commands import bench, cli, demo, demo_elastic, output
 from torch_recompute.commands.output import Output, document
@@ -300,11 +301,6 @@ def test_a_bar_moves_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, capsys:
         error = capsys.readouterr().err
         assert ("\x1b" in error) is moves
         assert moves or error.splitlines() == ["100%  word"]
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 class Notebook(io.StringIO):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from support.training import kept_in
 from torch_recompute import Plan
 from torch_recompute.compiling.layers import compile_layers
 from torch_recompute.errors import ArgumentError
@@ -24,6 +26,7 @@ TOKENS, WIDTH, LAYERS = 64, 64, 3
 SIZES = {"vocab_size": 64, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "intermediate_size": 96, "head_dim": 16}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": TOKENS}
 ALONE = Ranks()
+kept = partial(kept_in, path="model.layers.1")
 
 
 def llama(device: str = "meta") -> Any:
@@ -38,12 +41,6 @@ def simulated(model: nn.Module, words: str = "none", device: str = "cpu") -> Sim
     ids = torch.ones(1, TOKENS, dtype=torch.long)
     step = TrainingStep(model, (), {"input_ids": ids, "labels": ids, "use_cache": False}, any_loss, device=device)
     return simulate_step(step, prepare=lambda copy: apply(copy, plan_of(words, copy)), rounding=1)
-
-
-def kept(found: Simulation, layer: int = 1) -> int:
-    """The bytes that a layer keeps."""
-    path = f"model.layers.{layer}"
-    return sum(n for name, n in found.saved_by_module.items() if name == path or name.startswith(f"{path}."))
 
 
 def measured() -> int:

@@ -30,7 +30,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
-import importlib.util
 import multiprocessing
 import os
 import pickle
@@ -48,6 +47,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+
+from support.files import module_at
 
 PATIENCE = datetime.timedelta(seconds=30)  # for one collective
 LIMIT = 60.0  # seconds for one scenario
@@ -187,10 +188,4 @@ def _module(file: str) -> Any:
     """The module in a file, imported once, under the name that its folder and itself make (`distributed.test_ddp`)."""
     path = Path(file)
     name = f"{path.parent.name}.{path.stem}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules[name]
+    return sys.modules.get(name) or module_at(path, name)

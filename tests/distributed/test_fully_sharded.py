@@ -76,18 +76,19 @@ def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, foreach=False)
 
 
-def measured(ranks: Ranks, plan: Plan, accumulate: int) -> int:
+def measured(ranks: Ranks, plan: Plan, accumulate: int, stated: Stated) -> int:
     """The peak of two steps; the first is measured too, since whole weights are made in it, and resized in the next."""
     model = sharded(ranks)
     apply(model, plan)
-    optimizer = optimizer_of(model.parameters())
+    optimizer = stated(model.parameters())
     x = torch.zeros(2, TOKENS, dtype=torch.long)
     with measure(model, optimizer).track(x) as memory:
         for _ in range(2):
             for _ in range(accumulate):
                 loss_of(model(x)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            if not stated.in_backward:
+                optimizer.step()
+                optimizer.zero_grad()
     dist.barrier()
     return memory.peak_bytes
 
@@ -99,21 +100,24 @@ def _any(of_this_rank: bool) -> bool:
     return said[0]
 
 
-def peaks(ranks: Ranks) -> dict[str, tuple[int, int]]:
+def peaks(ranks: Ranks, in_backward: bool = False) -> dict[str, tuple[int, int]]:
     """The peak that is measured, and the one predicted, of each plan and number of accumulated backwards.
+
+    An optimizer that steps in backward, from hooks of the shards, goes with one.
 
     Gloo's thread may hold a buffer a moment after a collective has ended, so a peak is the least of some runs.
     """
     found: dict[str, tuple[int, int]] = {}
     x = torch.zeros(2, TOKENS, dtype=torch.long)
+    stated = Stated(optimizer_of, in_backward=in_backward)
     for name, plan in PLANS.items():
-        for accumulate in (1, 2):
+        for accumulate in (1,) if in_backward else (1, 2):
             loop = Loop(hold_output=False, accumulate=accumulate)
-            step = TrainingStep(Model(), (x,), {}, loss_of, optimizer_of, loop=loop, ranks=ranks)
+            step = TrainingStep(Model(), (x,), {}, loss_of, stated, loop=loop, ranks=ranks)
             predicted = simulate_step(step, prepare=partial(apply, plan=plan)).peak_bytes
-            peak, tries = measured(ranks, plan, accumulate), 1
+            peak, tries = measured(ranks, plan, accumulate, stated), 1
             while _any(peak > predicted) and tries < 4:
-                peak, tries = min(peak, measured(ranks, plan, accumulate)), tries + 1
+                peak, tries = min(peak, measured(ranks, plan, accumulate, stated)), tries + 1
             found[f"{name}, accumulate {accumulate}"] = peak, predicted
     return found
 
@@ -125,34 +129,7 @@ def test_the_peak_of_a_sharded_step(ranks: Processes, case: str) -> None:
     assert {name: peak for name, (peak, _) in of_first.items()} == {name: peak for name, (_, peak) in of_first.items()}
 
 
-def measured_in_backward(ranks: Ranks, plan: Plan, stated: Stated) -> int:
-    """The peak of two steps whose optimizers step in backward, from hooks of the shards."""
-    model = sharded(ranks)
-    apply(model, plan)
-    optimizer = stated(model.parameters())
-    x = torch.zeros(2, TOKENS, dtype=torch.long)
-    with measure(model, optimizer).track(x) as memory:
-        for _ in range(2):
-            loss_of(model(x)).backward()
-    dist.barrier()
-    return memory.peak_bytes
-
-
-def peaks_in_backward(ranks: Ranks) -> dict[str, tuple[int, int]]:
-    found: dict[str, tuple[int, int]] = {}
-    stated = Stated(optimizer_of, in_backward=True)
-    for name, plan in PLANS.items():
-        call = (torch.zeros(2, TOKENS, dtype=torch.long),)
-        step = TrainingStep(Model(), call, {}, loss_of, stated, loop=Loop(hold_output=False), ranks=ranks)
-        predicted = simulate_step(step, prepare=partial(apply, plan=plan)).peak_bytes
-        peak, tries = measured_in_backward(ranks, plan, stated), 1
-        while _any(peak > predicted) and tries < 4:
-            peak, tries = min(peak, measured_in_backward(ranks, plan, stated)), tries + 1
-        found[name] = peak, predicted
-    return found
-
-
 def test_a_step_in_backward(ranks: Processes) -> None:
     """Hooks of shards step where their gradients have been reduced: the measured peak is the predicted one."""
-    of_first, *_ = Processes(ranks._pool, 2).run(peaks_in_backward, CASES["weights"])
+    of_first, *_ = Processes(ranks._pool, 2).run(peaks, CASES["weights"], True)
     assert {name: peak for name, (peak, _) in of_first.items()} == {name: peak for name, (_, peak) in of_first.items()}

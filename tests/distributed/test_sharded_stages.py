@@ -1,7 +1,7 @@
 """Pipelines whose stages FSDP2 shards have the predicted peak over gloo, in torch's runtime.
 
 It is met to the byte, but for what is sent: the prediction has each message alive until the rank waits for it, and on a
-busy machine gloo's threads may have let go of it before.
+busy machine gloo's threads may have freed it before.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def peaks(ranks: Ranks, schedule: str) -> tuple[int, dict[str, int]]:
     return found["plain"][0][0], {name: min(peak for _, peak in runs) for name, runs in found.items()}
 
 
-@pytest.mark.skipif(TorchVersion(torch.__version__) >= (2, 15), reason="torch 2.15 lets go of what it has sent")
+@pytest.mark.skipif(TorchVersion(torch.__version__) >= (2, 15), reason="torch 2.15 frees what it has sent")
 @pytest.mark.parametrize("case", CASES)
 def test_the_peak_of_sharded_stages(ranks: Processes, case: str) -> None:
     """Each rank has the predicted peak, whether weights stay gathered or are gathered for each microbatch."""

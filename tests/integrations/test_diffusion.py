@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.files import module_at
 from torch_recompute import peaks
 
 pytest.importorskip("diffusers")
@@ -21,12 +21,7 @@ PARAMETERS = {"flux": 11_901_408_320, "wan": 14_288_491_584}
 
 @pytest.fixture(scope="module")
 def examples() -> Any:
-    spec = importlib.util.spec_from_file_location("diffusion", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_at(FILE)
 
 
 @pytest.mark.parametrize("name", FEW)

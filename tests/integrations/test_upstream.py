@@ -6,7 +6,6 @@ one process of their own, because the packages that they replace are imported he
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -18,6 +17,7 @@ from types import ModuleType
 import pytest
 
 import torch_recompute
+from support.files import module_at
 
 FOLDER = Path(__file__).resolve().parents[2] / "integrations" / "upstream"
 
@@ -25,13 +25,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "integrations" / "upstream"
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
     """The script that applies the patches."""
-    spec = importlib.util.spec_from_file_location("try_patches", FOLDER / "try_patches.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["try_patches"] = module
-    spec.loader.exec_module(module)
-    return module
+    return module_at(FOLDER / "try_patches.py")
 
 
 def test_patched_copies_pass_their_tests(script: ModuleType) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from support.training import kept_in
 from torch_recompute.errors import ArgumentError
 from torch_recompute.memory.ledger import CountedOnce
 from torch_recompute.plan.apply import apply
@@ -41,6 +43,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "MLA and MoE": ("deepseek_v3", {**MOE, **MLA, **ROUTED, "first_k_dense_replace": 0}),
     "GQA and MoE": ("qwen3_moe", {**MOE, "num_key_value_heads": 2, "num_experts": 4, "norm_topk_prob": True}),
 }
+kept = partial(kept_in, path="model.layers.0")
 every_model = pytest.mark.parametrize("name", MODELS)
 
 
@@ -60,11 +63,6 @@ def simulated(model: nn.Module, words: str = "none") -> Simulation:
     batch = {"input_ids": ids, "labels": ids, "use_cache": False}
     step = TrainingStep(model, (), batch, any_loss, device="h100")
     return simulate_step(step, prepare=lambda copy: apply(copy, plan_of(words, copy)), rounding=1)
-
-
-def kept(found: Simulation, path: str = "model.layers.0") -> int:
-    """The bytes that a layer keeps."""
-    return sum(n for name, n in found.saved_by_module.items() if name == path or name.startswith(f"{path}."))
 
 
 # --- custom functions that save what the table says, and compute the gradients from it ---

@@ -290,11 +290,11 @@ def test_adapters() -> None:
             with torch.device(device):
                 net = transformers.LlamaForCausalLM(config).bfloat16()
             made.append(adapted(net, "it", Lora.of("4:q_proj,up_proj"), base).train())
-        hollow, real = made
-        assert [(name, w.shape, w.dtype) for name, w in hollow.named_parameters()] == [
+        on_meta, real = made
+        assert [(name, w.shape, w.dtype) for name, w in on_meta.named_parameters()] == [
             (name, w.shape, w.dtype) for name, w in real.named_parameters()
         ]
-        found = simulate(hollow, call, optimizer=torch.optim.AdamW, device="cpu", hold_output=False)
+        found = simulate(on_meta, call, optimizer=torch.optim.AdamW, device="cpu", hold_output=False)
         optimizer = torch.optim.AdamW([w for w in real.parameters() if w.requires_grad])
         for _ in range(2):
             with measure(real, optimizer).track(ids) as memory:

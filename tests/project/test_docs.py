@@ -2,7 +2,6 @@
 
 import importlib.util
 import re
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import torch_recompute
+from support.files import module_at
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if path.is_file()]
@@ -114,17 +114,8 @@ def test_every_exception_of_the_conformance_run_is_listed() -> None:
     tool, page = ROOT / "tools" / "torch_conformance.py", ROOT / "docs" / "compatibility.md"
     if not (tool.is_file() and page.is_file()):
         pytest.skip("the tool and the documentation are not part of this archive")
-    specification = importlib.util.spec_from_file_location("torch_conformance", tool)
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[specification.name] = module  # dataclasses look their module up
-    try:
-        specification.loader.exec_module(module)
-    finally:
-        del sys.modules[specification.name]
     listed = re.findall(r"^\| `(test_\w+)` \|", page.read_text(encoding="utf-8"), re.MULTILINE)
-    assert sorted(listed) == sorted(module.EXCEPTIONS)
+    assert sorted(listed) == sorted(module_at(tool).EXCEPTIONS)
 
 
 def test_the_readme_begins_with_what_one_needs() -> None:

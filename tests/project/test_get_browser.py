@@ -1,6 +1,5 @@
 """`tools/get_browser.py`: what is fetched is what was pinned, and where there is no browser the tests can say why."""
 
-import importlib.util
 import platform
 import re
 import sys
@@ -10,6 +9,7 @@ from types import ModuleType
 import pytest
 
 from support import browser
+from support.files import module_at
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "get_browser.py"
 
@@ -20,11 +20,7 @@ if not TOOL.is_file():
 @pytest.fixture
 def tool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     """The tool, told to write into the folder `browser`, on a machine that the package is for."""
-    specification = importlib.util.spec_from_file_location("get_browser", TOOL)
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
+    module = module_at(TOOL)
     monkeypatch.setattr(sys, "argv", ["get_browser.py", str(tmp_path / "browser")])
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")

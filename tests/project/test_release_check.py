@@ -1,6 +1,5 @@
 """`tools/release_check.py`: each check finds the fault that it is for, and the table says what was not possible."""
 
-import importlib.util
 import io
 import re
 import sys
@@ -11,6 +10,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
+from support.files import module_at
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "release_check.py"
@@ -23,12 +24,7 @@ if not TOOL.is_file():
 @pytest.fixture
 def tool() -> ModuleType:
     """The tool, as a module."""
-    specification = importlib.util.spec_from_file_location("release_check", TOOL)
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
+    return module_at(TOOL)
 
 
 @pytest.fixture

@@ -1,13 +1,21 @@
-"""What a machine without CUDA acts: the statistics of a CUDA allocator."""
+"""What a test machine acts: the statistics of a CUDA allocator, a terminal."""
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
 import torch
 
 from torch_recompute.memory import allocator
+
+
+class Terminal(io.StringIO):
+    """A terminal that keeps what is printed."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 class ActedAllocator:

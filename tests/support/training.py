@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from torch_recompute import Plan, apply, measure
+from torch_recompute import Plan, Simulation, apply, measure
 
 
 def step(model: nn.Module, call: Callable[[], torch.Tensor], optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -40,6 +40,11 @@ def assert_same(some: Mapping[str, torch.Tensor], others: Mapping[str, torch.Ten
 def mean_square(out: torch.Tensor) -> torch.Tensor:
     """A loss of any output."""
     return out.square().mean()
+
+
+def kept_in(found: Simulation, path: str) -> int:
+    """The bytes that a module keeps in a simulated step, with those of its modules."""
+    return sum(n for name, n in found.saved_by_module.items() if name == path or name.startswith(f"{path}."))
 
 
 def peak_on_ranks(model: nn.Module, plan: Plan, x: torch.Tensor) -> int:
