@@ -35,8 +35,13 @@ def executed(paths: Iterable[Path], folder: Path) -> dict[Path, Any]:
     together = nbformat.v4.new_notebook()
     for notebook in notebooks.values():
         together.cells += [*notebook.cells, nbformat.v4.new_code_cell("%reset -f")]
+    # The kernel sends what a cell prints in parts, by the clock: one output of each stream, on a busy machine too.
     run = nbclient.NotebookClient(
-        together, timeout=240, record_timing=False, resources={"metadata": {"path": str(folder)}}
+        together,
+        timeout=240,
+        record_timing=False,
+        coalesce_streams=True,
+        resources={"metadata": {"path": str(folder)}},
     )
     # A warning is of the packages on this machine.
     run.execute(env={**os.environ, "IPYTHONDIR": str(folder), "PYTHONWARNINGS": "ignore"})

@@ -28,7 +28,12 @@ def test_notebooks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not (ROOT / "tools" / "notebooks.py").is_file():
         pytest.skip("the tools are not part of this archive")
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    made = importlib.import_module("notebooks").executed(NOTEBOOKS, tmp_path)
+    slow = tmp_path / "slow.ipynb"
+    cell = {"cell_type": "code", "execution_count": None, "id": "slow", "metadata": {}, "outputs": []}
+    cell["source"] = "import time\nprint(1, flush=True)\ntime.sleep(0.5)\nprint(2)"
+    slow.write_text(json.dumps({"cells": [cell], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}), "utf-8")
+    made = importlib.import_module("notebooks").executed([*NOTEBOOKS, slow], tmp_path)
+    assert kinds(made.pop(slow)) == [[("stream", "stdout")]], "what a cell prints is one output, however slowly"
     for path, notebook in made.items():
         assert kinds(notebook) == kinds(json.loads(path.read_text("utf-8"))), "python tools/notebooks.py"
 
