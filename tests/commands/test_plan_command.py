@@ -480,7 +480,11 @@ def test_a_budget_below_the_weights(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         (["this_test:pair", "--recompute", "ful"], "close to it: full"),
         (["this_test:pair", "--recompute", "none,,full"], "which says no configuration"),
         (["this_test:pair", "--recompute", "no.json"], "--recompute is 'no.json': no such file"),
-        (["this_test:pair", "--recompute", "full", "--offload"], "--offload does not go with --recompute"),
+        (["this_test:pair", "--recompute", "none", "--offload", "--device", "h100"], "none has no region"),
+        (
+            ["this_test:pair", "--recompute", "full", "--offload", "1GiB", "--device", "h100"],
+            "--offload 1GiB is the most",
+        ),
         (["this_test:pair", "--recompute", "full", "--out", "a.json"], "--out goes with --budget"),
         (["this_test:pair", "--frontier", "--longest"], "--longest goes with --budget"),
         (["this_test:pair", "--recompute", "full", "--largest-batch"], "--largest-batch goes with --budget"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from torch import nn
 from support.away import Away
 from support.models import DEEP, deep_is_made
 from support.training import step
-from torch_recompute import Plan, Profile, apply, measure, solve
+from torch_recompute import ArgumentError, Plan, Profile, apply, errors, measure, peaks, solve
 from torch_recompute.memory.loop import Loop
+from torch_recompute.planner.configurations import ConfiguredStep
 from torch_recompute.planner.cost import Host
 from torch_recompute.planner.hosts import LINKS, Leave, waited
 from torch_recompute.planner.planner import Planner
@@ -83,6 +85,56 @@ def test_layers_are_offloaded_where_that_is_cheaper_than_a_replay(budget: float)
     assert "offloaded" in plan.explain()
     assert Plan.from_json(plan.to_json()) == plan
     assert Profile.from_json(with_host.profile.to_json()) == with_host.profile
+
+
+def stated(words: str, **options: Any) -> ConfiguredStep:
+    """The step of the deep model for an H100, under a configuration that is stated."""
+    model, _ = deep_is_made()
+    options = {"hold_output": False, "device": "h100", **options}
+    (found,) = peaks(model, X, recompute=words, loss=lambda y: y.square().mean(), **options)
+    return found
+
+
+def test_a_stated_configuration_may_use_host_memory() -> None:
+    """The inputs of all its regions are there: a real step peaks at these bytes, and this is what the host holds."""
+    here, there = stated("full"), stated("full", offload=True)
+    assert [replace(choice, store="") for choice in there.plan] == list(here.plan)
+    model, call = deep_is_made()
+    store = Away()
+    apply(model, there.plan, stores={"host": store})
+    with measure(model).track(DEEP) as m:
+        step(model, call)
+    assert m.peak_bytes == there.peak_bytes < here.peak_bytes
+    assert store.most == there.host_bytes == len(there.plan) * INPUT
+    assert (there.waited_seconds, here.waited_seconds) == (0.0, None)
+    assert 1 <= there.step_seconds / here.step_seconds < 1.05  # what comes back is new memory, an operation for each
+    assert f"in host memory, with full: {errors.size(there.host_bytes)} of regions' inputs" in str(there).splitlines()
+
+
+def test_a_stated_configuration_waits_for_its_copies() -> None:
+    """What copies take longer than forward and backward is in the step's seconds, in each of its microbatches."""
+    free = stated("full", offload=True, accumulate=2)
+    slow = stated("full", offload=True, accumulate=2, host_bandwidth=(10**4, 10**5))
+    assert slow.waited_seconds is not None
+    assert slow.step_seconds == pytest.approx(free.step_seconds + slow.waited_seconds)
+    copies = 2 * (slow.host_bytes / 10**4 + slow.host_bytes / 10**5)
+    assert slow.waited_seconds == pytest.approx(copies - free.step_seconds)  # there is no optimizer
+    assert f"of the step {1000 * slow.waited_seconds:,.1f} ms wait for copies" in str(slow)
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "says"),
+    [
+        ("none", {"offload": True}, "none has no region"),
+        ("full", {"offload": "1MiB"}, "offload=1MiB is the most that a plan may keep in host memory"),
+        ("full", {"offload": True, "device": "cpu"}, "so offloading would free nothing"),
+        ("full", {"host_bandwidth": "1GB"}, "host_bandwidth= goes with offload="),
+    ],
+)
+def test_what_cannot_be_stated(words: str, options: dict[str, Any], says: str) -> None:
+    """Host memory without effect is refused, and so is a limit where nothing is chosen."""
+    with pytest.raises(ArgumentError, match=says):
+        stated(words, **options)
 
 
 def test_a_slow_link_makes_no_plan_worse() -> None:

@@ -18,7 +18,18 @@ from torch_recompute.plan.config import plan_of
 from torch_recompute.plan.ranks import Ranks
 from torch_recompute.planner.bound import bound
 from torch_recompute.planner.cost import Costs, Graph, Kind, Node, Option, Segment
-from torch_recompute.planner.layout import Layout, LayoutPlanner, LayoutRanks, RankPlan, Sharded, one_rank, step_seconds
+from torch_recompute.planner.hosts import Leave
+from torch_recompute.planner.layout import (
+    ConfiguredLayout,
+    Layout,
+    LayoutPlanner,
+    LayoutRanks,
+    RankPlan,
+    Sharded,
+    configured,
+    one_rank,
+    step_seconds,
+)
 from torch_recompute.planner.longest import LongestOnRanks
 from torch_recompute.planner.ops import Meta, Op
 from torch_recompute.planner.pipeline import graph_held
@@ -188,6 +199,11 @@ def test_what_a_peak_is_made_of(name: str) -> None:
     assert all(
         a.made_of.get("kept by layers", 0) < b.made_of["kept by layers"] for a, b in zip(full, plain, strict=True)
     )
+    away = stated.under(Leave(True).stated(plan_of("full", stated.step.model)))
+    lower = [a.peak_bytes - b.peak_bytes for a, b in zip(away, full, strict=True)]
+    assert min(lower) < 0  # of a rank with two layers both inputs are still on their way
+    told = [[*configured([ConfiguredLayout("full", how[2], some)])] for some in (away, full)]
+    assert ["not in the seconds: copies" in lines[-1] for lines in told] == [True, False]
     planned = planner.plans("30%")
     whole = Plan(tuple(choice for one in planned for choice in one.plan))
     again = stated.under(whole)

@@ -31,7 +31,7 @@ from ..memory.budget import enough, read_budget, too_small
 from ..plan.plan import Plan, SizeClass, shape_in_words
 from ..plan.ranks import KINDS_OF_CP, Ranks
 from ..planner.alternatives import LEAN_OPTIMIZERS, Alternative, alternatives, held_by, in_words, on_more_ranks
-from ..planner.configurations import PEAK_WORDS, configurations, peaks_of
+from ..planner.configurations import PEAK_WORDS, configurations, peaks_of, stated
 from ..planner.layout import (
     ConfiguredLayout,
     Layout,
@@ -123,7 +123,7 @@ def _add_leave_options(parser: argparse.ArgumentParser) -> None:
         default=False,
         metavar="BYTES",
         help="allow inputs of regions to be kept in host memory: as much as there is, or at most so much, as 64GiB; "
-        "with ranks, of each",
+        "with ranks, of each; with --recompute the inputs of all regions are",
     )
     parser.add_argument(
         "--host-bandwidth",
@@ -363,15 +363,12 @@ def _draw(path: Path, profile: Profile, plans: Sequence[Plan], title: str) -> No
 
 def _show_peaks(args: argparse.Namespace, output: Output) -> int:
     """Shows the peak of the configurations of `--recompute`."""
-    if args.offload is not False:
-        why = "the one is what is recomputed, as it stands, and the other lets a plan choose"
-        raise errors.ArgumentError(goes_without("--offload", "--recompute", why))
     with output.at_work(f"building {args.model}"):
         step = AskedStep.asked(args)
     plans = configurations("--recompute", args.recompute, step)
     models.check_regions(step.layers, plans)
     with models.autocasting(step.model, args.autocast), output.at_work(f"simulating {step}"):
-        found = peaks_of(step, plans, tiles=step.leave.tiles)
+        found = peaks_of(step, plans, step.leave, dashes="--")
 
     def print_found(console: Console) -> None:
         _print_head(console, str(step), step.notes)
@@ -678,6 +675,7 @@ def _show_rank_peaks(asked: _OnRanks) -> int:
     ranks = asked.ranks(LayoutRanks)
     plans = configurations("--recompute", asked.args.recompute, ranks.step)
     models.check_regions(asked.layers, plans)
+    plans = stated(plans, models.leave_of(asked.args), "--")
     with asked.output.at_work(f"simulating {asked.args.model} on {asked.layout}"):
         found = [ConfiguredLayout(name, asked.layout, ranks.under(plan)) for name, plan in plans.items()]
 

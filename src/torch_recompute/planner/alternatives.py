@@ -25,7 +25,7 @@ from ..plan.ranks import Ranks
 from ..simulation import Simulation, simulate_step
 from ..training_step import OPTIMIZERS, USUAL, TrainingStep
 from .configurations import made_of
-from .hosts import HostApart
+from .hosts import HostApart, Leave
 from .layout import LayoutPlanner
 from .planner import Planner
 from .states import Make, Stated
@@ -80,8 +80,7 @@ def _changed(planner: Planner) -> Iterator[tuple[str, str, TrainingStep, Plan]]:
         yield *words, replace(step, loop=replace(loop, set_to_none=True)), plan
     sheet = step.where.roofline
     if sheet is not None and sheet.host is not None and planner.costs.host is None:
-        away = tuple(replace(choice, store="host") for choice in plan)
-        yield "--offload", "offload=True", step, replace(plan, choices=away)
+        yield "--offload", "offload=True", step, Leave(True).stated(plan)
     if planner.whole is None:
         tiles, _ = tiled(step, plan, planner.simulated(plan))
         if tiles != plan:

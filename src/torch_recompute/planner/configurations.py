@@ -39,8 +39,9 @@ from ..plan.plan import Plan
 from ..plan.units import find_units
 from ..simulation import Simulation, simulate_step
 from ..simulation.recording import SHARDING
+from ..stores import Bandwidth
 from ..training_step import Loss, MakeOptimizer, TrainingStep, elements
-from .hosts import Leave, stores_for
+from .hosts import NO_LEAVE, HostBandwidth, Leave, stores_for, waited
 from .ops import Op, op_of
 from .prices import Measured, prices_for, seconds_of
 from .sent import Sent, overlapped, sent, unknown_network
@@ -64,6 +65,7 @@ PEAK_WORDS: Mapping[str, str] = {
 """The words of configurations, as they are printed."""
 Configurations = Policy | Sequence[Policy]
 _WORDS = ("none", "full", "selective")
+NO_WAITS = "not in the seconds", "copies to host memory and back that take longer than what is computed meanwhile"
 
 
 @shown
@@ -79,10 +81,12 @@ class ConfiguredStep:
         replay_seconds: Of those among them that run again.
         device: What the seconds are of.
         timing: Where they are from, in words; "" for a data sheet.
-        host_bytes: The most that is kept in host memory. What copies of activations take is not in the seconds.
+        host_bytes: The most that is kept in host memory.
         sent: What a rank sends; those seconds that FSDP hides behind what is computed are not in the step's.
         per_parameter: Bytes of weights per parameter, and of gradients and states per trained one, on all ranks.
         tiled: What is made in tiles of tokens and by how much results differ, or why nothing is; with leave alone.
+        waited_seconds: Of the step's, those that copies of regions' inputs take longer than what hides them; None
+            where they are not counted, since how fast host memory is reached was not asked.
     """
 
     name: str
@@ -96,6 +100,7 @@ class ConfiguredStep:
     sent: tuple[Sent, ...] = ()
     per_parameter: Mapping[str, float] = field(default_factory=dict[str, float])
     tiled: tuple[str, ...] = ()
+    waited_seconds: float | None = None
 
     @property
     def peak_bytes(self) -> int:
@@ -137,6 +142,7 @@ class ConfiguredStep:
             "replay_seconds": self.replay_seconds,
             "replay_flops": self.simulation.flops["replay"],
             "host_bytes": self.host_bytes,
+            **({} if self.waited_seconds is None else {"waited_seconds": self.waited_seconds}),
             "sent": [one.as_data() for one in self.sent],
             "bytes_per_parameter": {name.replace(" ", "_"): each for name, each in self.per_parameter.items()},
             **({"tiled": list(self.tiled)} if self.tiled else {}),
@@ -179,6 +185,8 @@ def peaks(
     hold_output: bool = True,
     accumulate: int = 1,
     set_to_none: bool = True,
+    offload: bool = False,
+    host_bandwidth: HostBandwidth = None,
     tiles: bool = False,
 ) -> ConfiguredSteps:
     """Returns the peak of a training step under configurations that are stated, and what it is made of.
@@ -203,6 +211,8 @@ def peaks(
         hold_output: Whether the loop holds the model's output through backward.
         accumulate: How many forwards and backwards come before the optimizer's step.
         set_to_none: Whether gradients are gone when forward begins.
+        offload: Whether the inputs of all regions are kept in host memory.
+        host_bandwidth: Bytes per second of copies into the device and out of it, see `make_plan`.
         tiles: Whether the head with its loss, and the MLPs of layers that are recomputed, are computed in tiles of
             tokens: as many as make what is wide in them small beside the rest, see `make_plan`.
 
@@ -213,15 +223,23 @@ def peaks(
     step = TrainingStep.of("peaks", model, args, kwargs, loss, optimizer, device, loop)
     plans = configurations("recompute", recompute, step)
     with at_work(f"simulating {type(model).__name__}"):
-        return peaks_of(step, plans, tiles=Leave.of(tiles=tiles).tiles)
+        return peaks_of(step, plans, Leave.of(offload, host_bandwidth, tiles))
 
 
-def peaks_of(step: TrainingStep, plans: Mapping[str, Plan], *, tiles: bool = False) -> ConfiguredSteps:
-    """Returns the step under each of some plans, by name; `peaks` is this with words."""
+def peaks_of(
+    step: TrainingStep, plans: Mapping[str, Plan], leave: Leave = NO_LEAVE, dashes: str = ""
+) -> ConfiguredSteps:
+    """Returns the step under each of some plans, by name; `peaks` is this with words.
+
+    Raises:
+        ArgumentError: None has a region whose inputs could be kept in host memory, as `leave` wants, or see `Leave`.
+    """
+    link = leave.link(step.where.roofline, step.runs_on)
+    plans = stated(plans, leave, dashes)
     price = prices_for(step, step.runs_on)
-    found = ConfiguredSteps(_configured(step, name, plan, price) for name, plan in plans.items())
-    if tiles:
-        found = ConfiguredSteps(_in_tiles(step, one, price) for one in found)
+    found = ConfiguredSteps(_configured(step, name, plan, price, link) for name, plan in plans.items())
+    if leave.tiles:
+        found = ConfiguredSteps(_in_tiles(step, one, price, link) for one in found)
     if isinstance(price, Measured):
         price.keep()
     return found
@@ -248,7 +266,23 @@ def parts_as_data(parts: Mapping[str, int]) -> dict[str, int]:
     return {f"{name.replace(' ', '_')}_bytes": nbytes for name, nbytes in parts.items()}
 
 
-def _configured(step: TrainingStep, name: str, plan: Plan, price: Roofline | Measured) -> ConfiguredStep:
+def stated(plans: Mapping[str, Plan], leave: Leave, dashes: str = "") -> Mapping[str, Plan]:
+    """Returns plans that somebody has stated, with the means that `leave` names.
+
+    Raises:
+        ArgumentError: None has a region whose inputs could be kept in host memory; or see `Leave.stated`.
+    """
+    if leave.offload is not False and not any(plan.choices for plan in plans.values()):
+        raise errors.ArgumentError(
+            f"{'--offload' if dashes else 'offload=True'} keeps the inputs of regions in host memory, and "
+            f"{listed([*plans])} has no region.\n  Write a configuration with regions, such as full."
+        )
+    return {name: leave.stated(plan, dashes) for name, plan in plans.items()}
+
+
+def _configured(
+    step: TrainingStep, name: str, plan: Plan, price: Roofline | Measured, link: Bandwidth | None
+) -> ConfiguredStep:
     ran: Counter[tuple[str, Op]] = Counter()
     order: list[Op] = []
     stores, most_hosted = stores_for(plan, step), 0
@@ -271,13 +305,19 @@ def _configured(step: TrainingStep, name: str, plan: Plan, price: Roofline | Mea
     if order:
         once, hidden = overlapped(order, price)
         step_seconds = times * once + updating
+    waits = 0.0
+    if link is not None:
+        forward = sum(price(op) * number for (phase, op), number in ran.items() if phase == "forward")
+        backward = step_seconds - updating - forward * times
+        waits = times * waited(most_hosted, link, forward, backward / times)
     every: Counter[Op] = Counter()
     for (_, op), number in ran.items():
         every[op] += number
     timing = price.timing if isinstance(price, Measured) else ""
     sends = sent(every, price, hidden, times)
     words = price.name, timing, most_hosted + found.host_bytes, sends, _each(step, found)
-    return ConfiguredStep(name, plan, found, step_seconds, replay_seconds, *words)
+    waiting = waits if link is not None and most_hosted else None
+    return ConfiguredStep(name, plan, found, step_seconds + waits, replay_seconds, *words, waited_seconds=waiting)
 
 
 def _each(step: TrainingStep, found: Simulation) -> dict[str, float]:
@@ -293,10 +333,12 @@ def _each(step: TrainingStep, found: Simulation) -> dict[str, float]:
     return {**each, **({"in host memory": found.host_bytes * shards / count} if found.host_bytes else {})}
 
 
-def _in_tiles(step: TrainingStep, whole: ConfiguredStep, price: Roofline | Measured) -> ConfiguredStep:
+def _in_tiles(
+    step: TrainingStep, whole: ConfiguredStep, price: Roofline | Measured, link: Bandwidth | None
+) -> ConfiguredStep:
     """A configuration with its head and its MLPs in tiles."""
     plan, words = tiled(step, whole.plan, whole.simulation)
-    found = whole if plan == whole.plan else _configured(step, whole.name, plan, price)
+    found = whole if plan == whole.plan else _configured(step, whole.name, plan, price, link)
     return replace(found, tiled=words)
 
 
@@ -431,8 +473,13 @@ def _said(steps: Sequence[ConfiguredStep]) -> Iterator[tuple[str, str]]:
         yield "network", said
     if any(one.simulation.host_bytes for one in steps):
         yield "not in the seconds", "what the host computes in the optimizer's step"
-    if any(one.host_bytes > one.simulation.host_bytes for one in steps):
-        yield "not in the seconds", "copies to host memory and back that take longer than what is computed meanwhile"
+    for one in steps:
+        kept = one.host_bytes - one.simulation.host_bytes
+        if kept:
+            waits = f"; of the step {1000 * one.waited_seconds:,.1f} ms wait for copies" if one.waited_seconds else ""
+            yield f"in host memory, with {one.name}", f"{errors.size(kept)} of regions' inputs{waits}"
+    if any(one.waited_seconds is None and one.host_bytes > one.simulation.host_bytes for one in steps):
+        yield NO_WAITS
     for one in steps:
         yield from ((f"in tiles, with {one.name}", words) for words in one.tiled)
     for words in dict.fromkeys(words for one in steps for words in one.simulation.assumed):

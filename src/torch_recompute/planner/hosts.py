@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -70,6 +70,24 @@ class Leave:
         if self.bandwidth is not None and device.type == "cpu" and roofline is None:
             link_of(roofline, device)  # refuses it
         return self.bandwidth or link_of(roofline, device)
+
+    def stated(self, plan: Plan, dashes: str = "") -> Plan:
+        """Returns a plan that somebody has stated, with the inputs of its regions in host memory where that is allowed.
+
+        Raises:
+            ArgumentError: Host memory has a limit, and nothing to choose what stays below it.
+        """
+        if self.offload is False:
+            return plan
+        if self.offload is not True:
+            option, other = ("--offload ", "--recompute") if dashes else ("offload=", "recompute=")
+            raise errors.ArgumentError(
+                f"{option}{self.offload} is the most that a plan may keep in host memory, and {other} states what is "
+                "recomputed: then the inputs of all its regions are kept there, and the answer says how much that is.\n"
+                f"  Write {option.strip()}{'' if dashes else 'True'}, or a budget, under which a plan chooses."
+            )
+        choices = (choice if choice.store else replace(choice, store="host") for choice in plan.choices)
+        return replace(plan, choices=tuple(choices))
 
 
 NO_LEAVE = Leave()

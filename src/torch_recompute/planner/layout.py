@@ -34,7 +34,7 @@ from ..plan.plan import Plan
 from ..plan.ranks import Ranks
 from ..simulation.step import where_it_runs
 from ..training_step import OPTIMIZERS, TrainingStep, any_loss, weights_of
-from .configurations import PEAK_WORDS, made_of, parts_as_data
+from .configurations import NO_WAITS, PEAK_WORDS, made_of, parts_as_data
 from .hosts import NO_LEAVE, Leave
 from .pipeline import Budget, PipelinePlanner, PipelineRank, PipelineStages, RankPlanner, paths_of_layers
 from .planner import Planner
@@ -230,6 +230,8 @@ def configured(steps: Sequence[ConfiguredLayout]) -> Iterator[str]:
         others = (f"rank {rank.rank} {errors.size(rank.peak_bytes)}" for rank in one.ranks if rank is not one.fullest)
         if len(one.ranks) > 1:
             yield f"  the others: {', '.join(others)}"
+    if any(choice.store == "host" for one in steps for rank in one.ranks for choice in rank.plan):
+        yield ": ".join(NO_WAITS)
 
 
 def one_rank(
