@@ -839,8 +839,8 @@ ask("cuda.enabled_backends", [["cudnn", *ON_AMPERE[:3]], BY_ORDER], within(sdpa_
 
 @row(
     "storages.Memory",
-    (True, True, None),
-    gone={"torch.UntypedStorage._new_with_weak_ptr": (False, False, None)},  # so it is copied once more
+    (True, True, None, "cpu"),
+    gone={"torch.UntypedStorage._new_with_weak_ptr": (False, False, None, "cpu")},  # so it is copied once more
 )
 def memory_is_found_again_while_it_is_alive(t: Any) -> Any:
     """Weakly held memory is the same memory as long as a tensor has it, and nothing afterwards."""
@@ -851,7 +851,11 @@ def memory_is_found_again_while_it_is_alive(t: Any) -> Any:
     del tensor
     held = memory.flat(6, torch.float32) is not None
     del again
-    return same, held, memory.flat(6, torch.float32)
+    gone = memory.flat(6, torch.float32)
+    with FakeTensorMode():
+        fake = torch.empty(6)
+    again = t.storages.Memory(fake).flat(6, torch.float32)
+    return same, held, gone, (fake if again is None else again).device.type
 
 
 row("storages.profiling", [False, True], lambda t: asked(t.storages.profiling, t.storages.cpu_allocations))

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from support.away import Away
-from support.models import DEEP, deep_is_made
+from support.models import DEEP, Made, deep_is_made
 from support.training import step
-from torch_recompute import ArgumentError, Plan, Profile, apply, errors, measure, peaks, solve
+from torch_recompute import ArgumentError, Choice, Plan, Profile, apply, errors, measure, peaks, solve
 from torch_recompute.memory.loop import Loop
 from torch_recompute.planner.configurations import ConfiguredStep
 from torch_recompute.planner.cost import Host
@@ -109,6 +109,28 @@ def test_a_stated_configuration_may_use_host_memory() -> None:
     assert (there.waited_seconds, here.waited_seconds) == (0.0, None)
     assert 1 <= there.step_seconds / here.step_seconds < 1.05  # what comes back is new memory, an operation for each
     assert f"in host memory, with full: {errors.size(there.host_bytes)} of regions' inputs" in str(there).splitlines()
+
+
+def test_an_input_of_all_regions_is_sent_once() -> None:
+    """A tensor that each layer is given, as rotary positions are, is in host memory once and comes back once."""
+
+    def made() -> nn.Module:
+        def forward(model: Any, x: torch.Tensor) -> torch.Tensor:
+            shared = x.sin()
+            return functools.reduce(lambda y, layer: layer(y, shared), model.layers, x)
+
+        layers = [Made(lambda m, y, z: m.up(y * z).sin(), up=nn.Linear(16, 16)) for _ in range(6)]
+        return Made(forward, layers=nn.ModuleList(layers))
+
+    plan = Plan(tuple(Choice((f"layers.{n}",)) for n in range(6)))
+    options: dict[str, Any] = {"loss": lambda y: y.square().mean(), "hold_output": False, "device": "h100"}
+    (found,) = peaks(made(), X, recompute=plan, offload=True, **options)
+    model, store = made(), Away()
+    apply(model, found.plan, stores={"host": store})
+    with measure(model).track(X) as m:
+        step(model, lambda: model(X).square().mean())
+    assert m.peak_bytes == found.peak_bytes
+    assert store.most == found.host_bytes == 7 * INPUT  # the batch, five results of layers, and what they share
 
 
 def test_a_stated_configuration_waits_for_its_copies() -> None:

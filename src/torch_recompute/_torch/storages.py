@@ -35,10 +35,11 @@ def set_versions(versions: list[tuple[torch.Tensor, int]]) -> None:
 class Memory:
     """The memory of a tensor, held weakly. While this is alive no other storage gets the same identity."""
 
-    __slots__ = ("_ref",)
+    __slots__ = ("_fake", "_ref")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._ref = StorageWeakRef(tensor.untyped_storage())
+        self._fake = (tensor.fake_mode, tensor.device) if isinstance(tensor, FakeTensor) else None
 
     def flat(self, size: int, dtype: torch.dtype) -> torch.Tensor | None:
         """The memory again, as a tensor of `size` elements; None where it is gone, or torch cannot tell."""
@@ -46,7 +47,11 @@ class Memory:
         if storage is None:
             return None
         empty: Any = torch.empty(0, dtype=dtype, device=storage.device)
-        return empty.set_(storage, 0, (size,))
+        found = empty.set_(storage, 0, (size,))
+        if self._fake is None:
+            return found
+        mode, device = self._fake  # its storage is on meta, wherever it pretends to be
+        return FakeTensor(mode, found, device)
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
