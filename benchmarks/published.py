@@ -137,7 +137,7 @@ CASES = (
     ),
     Case(
         "torchtitan 8B, 256k, CP 8",
-        f"{SHARED} --cp 8 --fsdp 1 --sequence 262144",
+        f"{SHARED} --cp 8 --zero 3 --sequence 262144",
         84.5,
         0.08,
         measures="reserved",

@@ -928,6 +928,7 @@ each("storages.is_fake", [True, True, False, False], fake(2), FakeTensorMode().f
 each("fakes.writes", [True, False, False], aten.add_.Tensor, aten.add.Tensor, len)
 each("fakes.taken_by", [["self", "mat1", "mat2"]], aten.addmm.default, view=lambda names: names[:3])
 each("fakes.returned", [["values", "indices"], [""]], aten.sort.default, aten.mm.default)
+each("fakes.schema_of", ["aten::mm"], aten.mm.default, view=lambda schema: schema.name)
 each("fakes.device_of", ["cpu", "meta"], fake(2), META, view=str)
 row("fakes.fake_like", FakeTensor, lambda t: type(t.fakes.fake_like(FakeTensorMode(), torch.ones(2))))
 

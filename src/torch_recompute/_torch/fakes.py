@@ -7,6 +7,7 @@ PyTorch's compiler uses them; their names are private. `simulation/` is what use
 from __future__ import annotations
 
 import logging
+import operator
 import sys
 import weakref
 from collections.abc import Callable, Generator
@@ -81,14 +82,18 @@ def writes(func: Any) -> bool:
     return bool(getattr(getattr(func, "_schema", None), "is_mutable", False))
 
 
+schema_of: Callable[[Any], Any] = operator.attrgetter("_schema")
+"""The schema of an operation: its name, its arguments and its results."""
+
+
 def taken_by(func: Any) -> list[str]:
     """The names of the arguments of an operation."""
-    return [argument.name for argument in func._schema.arguments]
+    return [argument.name for argument in schema_of(func).arguments]
 
 
 def returned(func: Any) -> list[str]:
     """The names of the results of an operation, "" for one without."""
-    return [result.name or "" for result in func._schema.returns]
+    return [result.name or "" for result in schema_of(func).returns]
 
 
 def on_fakes(mode: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

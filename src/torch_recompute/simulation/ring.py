@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from .. import errors
 from .._torch import TorchDispatchMode
+from .._torch.fakes import schema_of
 from .._torch.ranks import functional
 
 _collectives = functional()
@@ -62,10 +63,10 @@ class _AttentionCall(NamedTuple):
 
     def gradients(self, grad: torch.Tensor, **merged: Any) -> list[torch.Tensor]:
         """Calls the kernel of the backward, with a merged result."""
-        back = getattr(torch.ops.aten, f"{self.func._schema.name.partition('::')[2]}_backward").default
+        back = getattr(torch.ops.aten, f"{schema_of(self.func).name.partition('::')[2]}_backward").default
         known = {**self.given, **merged, "grad_out": grad, "grad_out_": grad, "grad_input_mask": [True] * 3 + [False]}
         values: dict[str, Any] = {}
-        for argument in back._schema.arguments:
+        for argument in schema_of(back).arguments:
             name = argument.name if argument.name in known else _SAME.get(argument.name, argument.name)
             if name in known:
                 values[argument.name] = known[name]
@@ -81,7 +82,7 @@ class _Seeing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        schema = func._schema
+        schema = schema_of(func)
         if "scaled_dot_product" in schema.name and isinstance(result, tuple):
             given = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
             given |= {a.name: value for a, value in zip(schema.arguments, args, strict=False)} | (kwargs or {})
