@@ -829,6 +829,38 @@ def nccl(on: str) -> str:
     return "DDP, FSDP2, DataParallel"
 
 
+@check("FSDP2 with weights in host memory has the peak that is simulated", acts=False)
+def weights_on_host(on: str) -> str:
+    if not torch.distributed.is_nccl_available():
+        raise NotPossible("this torch has no NCCL")
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    from torch_recompute import Ranks
+    from torch_recompute.simulation.step import simulate_step
+    from torch_recompute.training_step import TrainingStep
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29519", RANK="0", WORLD_SIZE="1")
+    torch.distributed.init_process_group("nccl", device_id=torch.device("cuda", 0))
+    try:
+        mesh, ids = init_device_mesh("cuda", (1,)), ids_of(2, 512, on)
+        whole = Model(4, 512).to(on)
+        step = TrainingStep(whole, (ids,), {}, _no_loss, torch.optim.SGD, ranks=Ranks(on_host=True))
+        said = simulate_step(step).peak_bytes
+        del whole, step
+        gc.collect()
+        around, model = torch.cuda.memory_allocated(), Model(4, 512)
+        for layer in (*model.layers, model):
+            fully_shard(layer, mesh=mesh, offload_policy=CPUOffloadPolicy())
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(on)
+        real = _real_peak(model, ids, torch.optim.SGD(model.parameters(), 1e-3), on) - around
+    finally:
+        torch.distributed.destroy_process_group()
+    assert -0.10 <= real / said - 1 <= 0.02, f"measured {real / said - 1:+.2%} of what was simulated"
+    return f"measured against simulated: {real / said - 1:+.2%}"
+
+
 @check("elastic regions under a limit that the allocator holds, too", acts=False)
 def elastic(on: str) -> str:
     from torch_recompute import Elastic, recompute

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from torch_recompute import Ranks
+from torch_recompute._torch.fakes import APART
 from torch_recompute._torch.ranks import functional
 from torch_recompute.devices import DEVICES, connected
 from torch_recompute.planner.ops import Meta, Op
@@ -44,6 +45,29 @@ def test_what_is_hidden(compute: float, link: float, total: float, hidden: dict[
     assert found == total
     assert hidden is None or by_purpose == hidden
     assert all(0 <= part <= 8 * link for part in by_purpose.values())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "compute", "host", "total", "hidden"),
+    [
+        (1, 4.0, 1.0, 56.0, 0.0),  # one rank waits for each of the eight
+        (8, 4.0, 0.0, 50.0, 7.0),  # as without host memory
+        (8, 4.0, 1.0, 51.0, 14.0),  # all but the first, fetched and gathered
+        (8, 0.0, 1.0, 20.0, 0.0),  # nothing to hide behind
+    ],
+)
+def test_what_is_hidden_of_weights_in_host_memory(
+    ranks: int, compute: float, host: float, total: float, hidden: float
+) -> None:
+    """They are fetched before they are gathered, while the unit before computes; one rank alone waits for them."""
+    fetch = Op(torch.ops.aten._to_copy.default, (Meta((64,), (1,), torch.bfloat16, APART.type),), (), (SMALL,), 0)
+    some = [one for each in STEP for one in ([fetch, each] if each is GATHER else [each])]
+    if ranks == 1:
+        some = [one for one in some if one not in (GATHER, REDUCE)]
+    seconds = {GATHER: 1.0, REDUCE: 1.0, COPY: 0.0, WORK: compute, fetch: host}
+    found, by_purpose = overlapped(some, seconds.__getitem__)  # type: ignore[arg-type]
+    coming = by_purpose["weights from host memory"] + by_purpose.get("weights of FSDP", 0.0)
+    assert (found, coming) == (total, hidden)
 
 
 def test_links_that_are_not_on_a_data_sheet() -> None:

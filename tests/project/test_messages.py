@@ -1386,6 +1386,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: plans("gpt2-xl", "--budget", "1GiB", "--offload", "--host-bandwidth", "fast"),
     lambda: Ranks(zero=4),
     lambda: Ranks(fsdp=8, zero=1),
+    lambda: Ranks(pp=2, on_host=True),
     lambda: Ranks(cp=2, cp_kind="zigzag"),
     lambda: on_ranks(Ranks(cp=2, zero=0)),
     lambda: plans("llama3-8b", "--budget", "100GiB", "--sequence", "96", "--cp", "64"),

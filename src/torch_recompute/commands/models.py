@@ -87,6 +87,7 @@ RANK_KINDS: Mapping[str, type] = {
 """The other options of ranks."""
 LAYERS = ("eager", "fused", "compiled")
 HowLayersRun = FusedLayers | CompiledLayers | None
+IS_HOST = "its memory is host memory already"
 LAYER_WORDS = (
     "how layers run: eager, as they are written (the default); compiled, one by one, by torch.compile; or fused, with "
     "the kernels of Megatron-Core and Liger. fused+fp8: products keep their inputs in 8 bits; "
@@ -297,6 +298,11 @@ def optimizer_asked(args: argparse.Namespace, ranks: Ranks = ALONE, usual: str =
     flags = {word: bool(getattr(args, word, None)) for word in ("optimizer_in_backward", "optimizer_on_host")}
     in_backward, on_host = flags.values()
     option = next((f"--{word.replace('_', '-')}" for word, given in flags.items() if given), f"--states {states}")
+    if ranks.on_host and (args.device or "").lower() == "cpu":
+        raise errors.ArgumentError(goes_without("--weights-on-host", "--device cpu", IS_HOST))
+    if ranks.on_host and on_host:
+        why = "states are in host memory beside weights that are there"
+        raise errors.ArgumentError(goes_without("--optimizer-on-host", "--weights-on-host", why))
     if not (states or in_backward or on_host):
         return OPTIMIZERS[name], name
     if name == "none" or (states and name != usual):
@@ -305,7 +311,7 @@ def optimizer_asked(args: argparse.Namespace, ranks: Ranks = ALONE, usual: str =
     if in_backward:
         _check_in_backward(args, ranks)
     if on_host and args.device == "cpu":
-        raise errors.ArgumentError(goes_without(option, "--device cpu", "its memory is host memory already"))
+        raise errors.ArgumentError(goes_without(option, "--device cpu", IS_HOST))
     return Stated(None if states else OPTIMIZERS[name], states, in_backward, on_host), name
 
 

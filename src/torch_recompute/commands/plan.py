@@ -186,7 +186,7 @@ def _check_states(step: AskedStep, budget: str) -> None:
     whole = step.built_here and config.get_text_config() is config  # else parts of it may not be trained by this batch
     held = states_of(step.model.parameters(), step.optimizer)
     holds = Counter({name: nbytes // shards for name, nbytes in held.items() if whole or name == "weights"})
-    if asked.bytes is None or asked.bytes >= holds.total():
+    if asked.bytes is None or asked.bytes >= holds.total() or step.ranks.on_host:
         return
     made = listed([f"{errors.size(nbytes, up=True)} of {name}" for name, nbytes in holds.items()])
     raise errors.BudgetError(
@@ -520,6 +520,13 @@ def _add_rank_options(parser: argparse.ArgumentParser) -> None:
         "--reshard-after-forward",
         choices=("yes", "no"),
         help="whether ranks of --fsdp free a layer's weights between its forward and its backward (yes; no with --pp)",
+    )
+    group.add_argument(
+        "--weights-on-host",
+        action="store_true",
+        default=None,
+        dest="on_host",
+        help="shards of weights, gradients and states are in host memory, as with FSDP2's CPUOffloadPolicy",
     )
     group.add_argument(
         "--network",

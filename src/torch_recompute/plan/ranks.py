@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .. import errors
+from .._text import counted
 
 SIZES = ("tp", "pp", "vpp", "cp", "ep", "dp", "fsdp")
 KINDS_OF_CP = ("all-gather", "ring", "ulysses")
@@ -51,6 +52,8 @@ class Ranks:
             the model's weights. It is that of `MixedPrecisionPolicy`, as the next.
         reduce_dtype: The type in which gradients are reduced, and in a pipeline added up; "" for that in which they are
             computed.
+        on_host: Whether shards of weights, gradients and states are in host memory (FSDP2's `CPUOffloadPolicy`,
+            ZeRO-3's offload), also those of one rank alone.
 
     Raises:
         ArgumentError: A size is none, or one goes without another that it needs.
@@ -70,6 +73,7 @@ class Ranks:
     imbalance: float = 1.0
     param_dtype: str = ""
     reduce_dtype: str = ""
+    on_host: bool = False
 
     def __post_init__(self) -> None:
         for name in SIZES:
@@ -88,11 +92,16 @@ class Ranks:
             )
         if self.cp_kind not in KINDS_OF_CP:
             raise errors.ArgumentError(f"--cp-kind is {self.cp_kind!r}; expected {', '.join(KINDS_OF_CP)}.")
-        allowed = (0, 1, 2, 3) if self.fsdp == 1 else (2, 3)
+        if self.on_host and self.pp > 1:
+            raise errors.ArgumentError(
+                f"--weights-on-host does not go with --pp {self.pp}: stages of a pipeline are planned with weights on "
+                "the device. Leave one of them out."
+            )
+        allowed = (0, 1, 2, 3) if self.fsdp == 1 and not self.on_host else (2, 3)
         if self.zero is not None and self.zero not in allowed:
             raise errors.ArgumentError(
                 f"--zero is {self.zero!r}; expected {', '.join(map(str, allowed[:-1]))} or {allowed[-1]}"
-                f"{', since ranks of --fsdp share gradients and states at least' if self.fsdp > 1 else ''}. Write "
+                f"{', since gradients and states are sharded at least' if len(allowed) == 2 else ''}. Write "
                 "--dp 8 --zero 1 for ranks that share the optimizer's states alone."
             )
 
@@ -139,7 +148,7 @@ class Ranks:
     @property
     def fully_sharded(self) -> bool:
         """Whether weights, gradients and states are shared by ranks with batches of their own."""
-        return self.fsdp > 1 or (self.dp * self.cp > 1 and self.zero in (2, 3))
+        return self.fsdp > 1 or self.on_host or (self.dp * self.cp > 1 and self.zero in (2, 3))
 
     @property
     def keeps_gathered(self) -> bool:
@@ -212,9 +221,10 @@ class Ranks:
             f"fully sharded over {self.shards}{', whole from forward to backward' if self.keeps_gathered else ''}"
             if self.fully_sharded
             else "",
+            "shards in host memory" if self.on_host else "",
             f"data parallel {self.replicas}" if self.replicas > 1 else "",
         ]
-        return f"{', '.join(filter(None, parts)) or 'no groups'}: {self.world} ranks"
+        return f"{', '.join(filter(None, parts)) or 'no groups'}: {counted(self.world, 'rank')}"
 
 
 def those_that_fit(numbers: Iterable[int], *sizes: int) -> str:

@@ -45,6 +45,9 @@ class RankGroup(NamedTuple):
     size: int
 
 
+FROM_HOST = "weights from host memory"
+
+
 @dataclass(frozen=True)
 class Op:
     """One operation on tensors of given shapes."""
@@ -102,7 +105,7 @@ class Op:
         devices = {meta.device for meta in metas((self.args, self.kwargs, self.results)) if meta.shape}
         if APART.type not in devices or len(devices) == 1:
             return ""
-        return "gradients to host memory" if self.results[0].device == APART.type else "weights from host memory"
+        return "gradients to host memory" if self.results[0].device == APART.type else FROM_HOST
 
     @property
     def group(self) -> RankGroup:

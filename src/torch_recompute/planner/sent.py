@@ -9,6 +9,8 @@ waits for is not hidden:
     a gather            begins when the weights before it have been copied out, and what was sent before it has ended
     a copy out          waits for its gather
     a reduction         begins when its gradients are there; the next one waits for it, as does the end of backward
+    weights on the host are fetched by the line that sends, before they are gathered; one rank alone, which gathers
+                        nothing, waits for them
 
 What a pipeline's stages and Megatron's optimizer send is no operation of the model; it is counted from their bytes, and
 is waited for, except between stages of interleaved 1F1B, where Megatron overlaps it.
@@ -16,22 +18,23 @@ is waited for, except between stages of interleaved 1F1B, where Megatron overlap
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from .. import errors
 from ..devices import UNKNOWN_NETWORK, Roofline
-from .ops import Op
+from .ops import FROM_HOST, Op
 from .prices import Measured, hidden_in
 
+GATHERED, REDUCED, ADDED_UP = "weights of FSDP", "gradients of FSDP", "gradients over replicas"
 _WORDS = {
     "tensor": "within layers",
     "context": "by attention",
     "experts": "by experts",
-    "shard": "weights of FSDP",
-    "replica": "gradients over replicas",
+    "shard": GATHERED,
+    "replica": ADDED_UP,
 }
 _COPY_OUT = "aten::split_with_sizes_copy"
 Price = Roofline | Measured
@@ -78,7 +81,7 @@ def link_over(price: Price, ranks: int) -> tuple[str, float]:
 def what(op: Op) -> str:
     """The purpose of a collective, in words."""
     if op.group.word == "shard" and "reduce" in op.func.name():
-        return "gradients of FSDP"
+        return REDUCED
     return _WORDS.get(op.group.word, "by other collectives")
 
 
@@ -126,41 +129,63 @@ def together(several: Iterable[Sent]) -> list[Sent]:
 
 def overlapped(ran: Iterable[Op], price: Price) -> tuple[float, dict[str, float]]:
     """Seconds of operations in their order where FSDP sends beside them, and by purpose the seconds that are hidden."""
-    computed = sending = copied = reduced = 0.0  # when each line ended; the last copy out; the last reduction
-    hosted: dict[str, float] = {}  # seconds of copies to host memory and back, which are beside all else
-    gathers: deque[float] = deque()
-    total: dict[str, float] = {}
-    waited: dict[str, float] = {}
-    last = ""
-
-    def wait(until: float, word: str) -> None:
-        nonlocal computed
-        waited[word] = waited.get(word, 0.0) + max(0.0, until - computed)
-        computed = max(computed, until)
-
+    ran = [*ran]
+    lines = _Lines(alone=all(op.sent_bytes is None or what(op) != GATHERED for op in ran))
     for op in ran:
-        seconds = price(op)
-        if op.moved:
-            hosted[op.moved] = hosted.get(op.moved, 0.0) + seconds
-            continue
-        word = what(op) if op.sent_bytes is not None else ""
-        if word in ("weights of FSDP", "gradients of FSDP", "gradients over replicas"):
-            total[word] = total.get(word, 0.0) + seconds
-        if word == "weights of FSDP":
-            sending = max(sending, copied) + seconds
-            gathers.append(sending)
-        elif word == "gradients of FSDP":
-            wait(reduced, last)
-            reduced = sending = max(sending, computed) + seconds
-            last = word
-        elif word == "gradients over replicas":
-            reduced = sending = sending + seconds
-            last = word
+        lines.take(op, price(op))
+    return lines.ended()
+
+
+class _Lines:
+    """The line that computes and the one that sends: when each has ended, and what the first has waited for."""
+
+    def __init__(self, *, alone: bool) -> None:
+        self._alone = alone  # one rank, which gathers nothing
+        self.computed = self._sending = self._copied = self._reduced = 0.0  # the ends; of the last copy out, reduction
+        self._gathers: deque[float] = deque()
+        self._hosted: defaultdict[str, float] = defaultdict(
+            float
+        )  # seconds of gradients that go to host memory, which is beside all else
+        self._total: defaultdict[str, float] = defaultdict(float)
+        self._waited: defaultdict[str, float] = defaultdict(float)
+        self._last = ""
+
+    def _wait(self, until: float, word: str) -> None:
+        self._waited[word] += max(0.0, until - self.computed)
+        self.computed = max(self.computed, until)
+
+    def take(self, op: Op, seconds: float) -> None:
+        """Lays the next operation on its line."""
+        word = op.moved or (what(op) if op.sent_bytes is not None else "")
+        if word == FROM_HOST and self._alone:
+            self._total[word] += seconds
+            self._wait(self.computed + seconds, word)
+        elif word in (FROM_HOST, GATHERED):
+            self._total[word] += seconds
+            self._sending = max(self._sending, self._copied) + seconds
+            if word == GATHERED:
+                self._gathers.append(self._sending)
+        elif op.moved:
+            self._hosted[word] += seconds
+        elif word in (REDUCED, ADDED_UP):
+            self._total[word] += seconds
+            if word == REDUCED:
+                self._wait(self._reduced, self._last)
+                self._sending = max(self._sending, self.computed)
+            self._reduced = self._sending = self._sending + seconds
+            self._last = word
+        elif op.func.name().startswith(_COPY_OUT):
+            if self._gathers:
+                self._wait(self._gathers.popleft(), GATHERED)
+            self._copied = self.computed = self.computed + seconds
         else:
-            if op.func.name().startswith(_COPY_OUT) and gathers:
-                wait(gathers.popleft(), "weights of FSDP")
-            computed += seconds
-            copied = computed if op.func.name().startswith(_COPY_OUT) else copied
-    wait(reduced, last)
-    hidden = {word: max(0.0, seconds - waited.get(word, 0.0)) for word, seconds in total.items()}
-    return max(computed, sum(hosted.values())), {**hidden, **hidden_in(computed, hosted)}
+            self.computed += seconds
+
+    def ended(self) -> tuple[float, dict[str, float]]:
+        """The seconds, and by purpose those that are hidden."""
+        self._wait(self._reduced, self._last)
+        longer = self._waited[GATHERED] - self._total[GATHERED]  # than gathering took: for what came from the host
+        if longer > 0:
+            self._waited[FROM_HOST] += longer
+        hidden = {word: max(0.0, seconds - self._waited[word]) for word, seconds in self._total.items()}
+        return max(self.computed, sum(self._hosted.values())), {**hidden, **hidden_in(self.computed, self._hosted)}

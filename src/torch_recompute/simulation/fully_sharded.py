@@ -12,6 +12,9 @@ model does what `torch.distributed.fsdp.fully_shard` does, in its order, with co
     after it           weights are freed; gradients are copied into one buffer in the reduction's type, which stays
                        until the next unit reduces, and this rank's share becomes the gradient of its shards
 
+With `on_host` the shards, their gradients and states are in host memory: each is copied to the device when it is
+gathered, and a gradient's share back when it is reduced.
+
 In a pipeline (`stages_of`) torch's runtime has each stage as a root of its own. What a backward has gathered stays
 until after the next forward, or with `zero` 2 to the end of the step; gradients of microbatches are added up whole, in
 the reduction's type, and are reduced once.
@@ -33,6 +36,7 @@ import torch
 from torch import nn
 
 from .. import _torch, errors
+from .._torch.fakes import host_of
 from .._torch.graphs import gradient_hooks
 from .._torch.ranks import copy_all, functional, into_chunks
 from ..memory.operations import ModuleStack
@@ -104,15 +108,17 @@ def shard(model: nn.Module, ranks: Ranks, modules: ModuleStack) -> None:
 class _Weight:
     """One weight: this rank's shard, and the whole, whose memory comes and goes."""
 
-    def __init__(self, places: list[tuple[nn.Module, str]], weight: nn.Parameter, ranks: int) -> None:
+    def __init__(
+        self, places: list[tuple[nn.Module, str]], weight: nn.Parameter, ranks: int, home: torch.device
+    ) -> None:
         if weight.dim() == 0:
             raise errors.ArgumentError(
                 "a weight of the model is a scalar, which fully_shard does not shard. Write it as a tensor of one "
                 "element."
             )
         rows, *rest = weight.shape
-        self.places, self._shape = places, weight.shape
-        self.shard = nn.Parameter(weight.new_empty(-(-rows // ranks), *rest), weight.requires_grad)
+        self.places, self._shape, self._device = places, weight.shape, weight.device
+        self.shard = nn.Parameter(weight.new_empty(-(-rows // ranks), *rest, device=home), weight.requires_grad)
         self.whole: nn.Parameter | None = None
         self.added: torch.Tensor | None = None  # of gradients, in the type in which they are reduced
         self._flat: Any = None
@@ -127,13 +133,17 @@ class _Weight:
     def allocate(self, ranks: int, dtype: torch.dtype) -> torch.Tensor:
         """Makes room for the whole weight, with its padding; returns that as a row per rank."""
         if self.whole is None:
-            self._flat = self.shard.detach().new_empty(self.shard.numel() * ranks, dtype=dtype)
+            self._flat = torch.empty(self.shard.numel() * ranks, dtype=dtype, device=self._device)
             self._bytes = self._flat.untyped_storage().nbytes()
             whole = self._flat[: self._shape.numel()].view(self._shape)
             self.whole = nn.Parameter(whole, self.shard.requires_grad)
         else:
             self._flat.untyped_storage().resize_(self._bytes)
         return self._flat.view(ranks, -1)
+
+    def local(self) -> torch.Tensor:
+        """Returns the shard in one dimension where it is gathered: itself, or a copy of one in host memory."""
+        return self.shard.detach().view(-1).to(self._device, non_blocking=True)
 
     @property
     def gradient(self) -> torch.Tensor | None:
@@ -224,13 +234,13 @@ class _Unit:
         if self._whole or self.gathered is not None or not self.weights:
             return
         of = self._of
-        shards = [weight.shard.detach().view(-1) for weight in self.weights]
-        sizes = [shard.numel() for shard in shards]
-        dtype = of.dtype or shards[0].dtype
         with of.booking(), torch.no_grad():
-            if self._ranks == 1:
-                self.gathered = shards[0].new_empty(0, dtype=dtype)
+            if self._ranks == 1:  # each weight is copied by itself, when it is wanted
+                self.gathered = torch.empty(0, dtype=of.dtype or self.weights[0].shard.dtype)
                 return
+            shards = [weight.local() for weight in self.weights]
+            sizes = [shard.numel() for shard in shards]
+            dtype = of.dtype or shards[0].dtype
             if dtype == shards[0].dtype:  # they are copied into the buffer, which takes nothing more
                 own = shards[0].as_strided((sum(sizes),), (0,))
             else:
@@ -244,12 +254,15 @@ class _Unit:
         of, gathered = self._of, self.gathered
         if overlaps:
             of.overlapped = None
-        sizes = [weight.shard.numel() for weight in self.weights]
         with of.booking(), torch.no_grad():
-            rows = [weight.allocate(self._ranks, gathered.dtype) for weight in self.weights]
             if self._ranks == 1:
-                copy_all(rows, [weight.shard.detach().view(1, -1) for weight in self.weights])
+                for weight in self.weights:
+                    own = weight.local().to(gathered.dtype)
+                    copy_all([weight.allocate(1, gathered.dtype)], [own.view(1, -1)])
+                    del own
             else:
+                rows = [weight.allocate(self._ranks, gathered.dtype) for weight in self.weights]
+                sizes = [weight.shard.numel() for weight in self.weights]
                 torch.split_with_sizes_copy(gathered.view(self._ranks, -1), sizes, 1, out=rows)
         for weight in self.weights:
             weight.put(cast("nn.Parameter", weight.whole))
@@ -317,7 +330,7 @@ class _Unit:
             self._reduced = own
         own = own.to(weights[0].shard.dtype)
         for weight, share in zip(weights, own.split(sizes), strict=True):
-            share = share.view(weight.shard.shape)
+            share = share.view(weight.shard.shape).to(weight.shard.device, non_blocking=True)
             if weight.shard.grad is None:
                 weight.shard.grad = share
             else:
@@ -382,7 +395,8 @@ class _Fsdp:
                 places.setdefault(id(weight), []).append((part, name))
                 weights[id(weight)] = weight
         taken.update(id(part) for part in module.modules())
-        return [_Weight(places[key], weight, ranks) for key, weight in weights.items()]
+        on_host = self.all_ranks.on_host
+        return [_Weight(places[k], w, ranks, host_of(w) if on_host else w.device) for k, w in weights.items()]
 
     def by_hand(self, module: nn.Module) -> bool:
         """Whether a module's unit is told of its forward by a runner, instead of by hooks."""

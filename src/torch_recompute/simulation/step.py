@@ -575,8 +575,10 @@ def step_as_there(optimizer: torch.optim.Optimizer, device: torch.device, preten
     It looks at the class of its parameters, and does not know that of fakes.
     """
     on_cuda = device.type == "cuda" or pretend.capability is not None
-    for group in optimizer.param_groups if on_cuda else ():
-        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+    for group in optimizer.param_groups:
+        if APART in {weight.device for weight in group["params"]}:  # in host memory, which no kernel here knows
+            group |= {"fused": False, "foreach": False}
+        elif on_cuda and "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = not group.get("differentiable", False)
 
 
