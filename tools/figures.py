@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,51 @@ def published() -> str:
     return _table(("run", "published", "here", "difference", "goal"), rows)
 
 
+def evidence() -> str:
+    """What is checked, how many times, and the command that does it."""
+    tests, promised = _result("tests")["counts"], _result("promise-cpu")["figures"]
+    listed = [row["verdict"] for row in _result("catalogue")["figures"] if row["verdict"] not in ("none", "plain")]
+    verdicts = Counter(listed)
+    faults = _result("doctor-cpu")
+    models, worst = len({row["model"] for row in promised}), max(row["error"] for row in promised)
+    rows: list[tuple[str, str, str]] = [
+        (
+            "laws of a region",
+            f"{tests['laws']:,} tests, over {tests['programs']} programs in {tests['placements']} placements",
+            "pytest tests/laws",
+        ),
+        ("random programs", f"{tests['random']:,} a run", "pytest tests/laws/test_random_programs.py"),
+        ("with elastic regions", f"{tests['elastic']:,} a run", "pytest tests/laws/test_elastic.py"),
+        (
+            "promised peaks, beside real loops with AdamW",
+            f"{len(promised)} loops of {models} models, at most {worst:.2%} above",
+            "python benchmarks/promise.py",
+        ),
+        (
+            "each operation and layer of PyTorch's own lists, under a plan",
+            f"{len(listed):,} cases: {verdicts['exact']:,} exact, {verdicts['refused']} refused, "
+            f"{verdicts['said']} said to be uncertain, **{verdicts['wrong']} wrong**",
+            "python benchmarks/catalogue.py",
+        ),
+        ("unusual layers", f"{tests['unusual_layers']} tests", "pytest tests/planner/test_unusual_layers.py"),
+        ("laws of the planner", f"{tests['planner_laws']} tests", "pytest tests/laws/test_planner.py"),
+        ("other systems' calls", f"{tests['others']} tests", "pytest tests/compat"),
+        ("DDP, FSDP2, tensor and pipeline ranks", f"{tests['ranks']} tests on gloo", "pytest tests/distributed"),
+        ("texts of errors, word for word", f"{tests['messages']}", "pytest tests/project/test_messages.py"),
+        (
+            "private names of torch, with and without each",
+            f"{tests['names']} tests",
+            "pytest tests/core/test_torch_shims.py",
+        ),
+        (
+            "faulty scripts that the doctor has to find",
+            f"{len(faults['faulty'])}, and {len(faults['healthy'])} sound ones",
+            "pytest tests/doctor",
+        ),
+    ]
+    return _table(("what is checked", "how much", "command"), [(*row, f"`{command}`") for *row, command in rows])
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "saves": saves,
     "replays": replays,
@@ -197,4 +243,5 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "doctor": doctor,
     "matrix": matrix,
     "published": published,
+    "evidence": evidence,
 }

@@ -1,6 +1,7 @@
 """Generated parts of the documentation (figures, pictures, the API) are up to date, and complete."""
 
 import importlib
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -50,6 +51,17 @@ def test_a_changed_figure_is_stale(tool: ModuleType, made: dict[Path, str]) -> N
     page = DOCS / "what-it-saves.md"
     typed = re.sub(r"\d+\.\d GiB", "0.1 GiB", made[page]) + "0.2 GiB elsewhere"
     assert tool.with_figures(typed) == made[page] + "0.2 GiB elsewhere"
+
+
+def test_there_are_as_many_tests_as_a_page_says(tool: ModuleType, request: pytest.FixtureRequest) -> None:
+    """The tables have the rows, and the files that are run whole the tests, that are counted there, or more."""
+    counting = importlib.import_module("count_tests")
+    option: Any = request.config.option
+    found = counting.in_tables()
+    if not (option.keyword or option.markexpr or any("::" in word for word in request.config.args)):
+        found |= counting.in_groups(item.path for item in request.session.items)
+    counts = json.loads(counting.COUNTS.read_text("utf-8"))["counts"]
+    assert {name: count for name, count in found.items() if count < counts[name]} == {}
 
 
 def test_figures_of_the_readme_are_made() -> None:
