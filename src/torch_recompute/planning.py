@@ -313,12 +313,13 @@ class _Planning:
         """Refuses a limit of elastic regions that is below what the plan takes; sets one that was given as a share."""
         prediction = floor.prediction
         assert prediction is not None
-        least, plain = prediction.peak_bytes, prediction.plain_peak_bytes
+        least, own = prediction.peak_bytes, prediction.plain_peak_bytes
+        most = own - (prediction.switched.saved_bytes if prediction.switched else 0)
         asked = self.budget if self.budget.share is not None else read_budget(memory.limit or "fit")
         free = partial(free_bytes, step.model, step.runs_on, step.optimizer, step.call)
-        limit = bytes_meant(asked, lambda: least, plain, free)
+        limit = bytes_meant(asked, lambda: least, most, free)
         if least > limit:
-            raise errors.BudgetError(no_plan_fits(limit.said, least, plain, prediction.advice), least, floor)
+            raise errors.BudgetError(no_plan_fits(limit.said, least, own, prediction.advice), least, floor)
         if asked.share is not None:
             memory.limit = limit
             self.budget = read_budget(limit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -64,7 +65,7 @@ LOOPS: dict[str, dict[str, Any]] = {
 }
 
 
-def allocated(make: Callable[[], Any], plan: Plan, loop: Loop) -> int:
+def allocated(make: Callable[[], Any], plan: Plan | None, loop: Loop) -> int:
     """The peak of the second step and the third, by the CPU allocator's own events from before the model is built."""
     import time
 
@@ -73,7 +74,8 @@ def allocated(make: Callable[[], Any], plan: Plan, loop: Loop) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         model, batch, loss_of = make()
         model.zero_grad()
-        apply(model, plan)
+        if plan is not None:
+            apply(model, plan)
         optimizer = torch.optim.AdamW(model.parameters())
         for number in range(3):
             second = time.time_ns() if number == 1 else second
@@ -102,6 +104,69 @@ def test_no_loop_exceeds_its_promise(name: str, loop: str) -> None:
     real = allocated(MODELS[name], plan, Loop(**words))
     outside = LABELS.nbytes if name == "logits" else 0  # made before the meter began
     assert plan.predicted_peak_bytes * 0.995 <= real + outside <= plan.predicted_peak_bytes + SEEN
+
+
+def llama(**switches: Any) -> tuple[nn.Module, dict[str, Any], Callable[[Any], torch.Tensor]]:
+    """A Llama of four layers, whose configuration and checkpointing are as a user has left them."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=64, num_hidden_layers=4, use_cache=switches.get("use_cache", True), **sizes)
+    model, ids = LlamaForCausalLM(config).train(), torch.zeros(4, 64, dtype=torch.long)
+    if "checkpoint" in switches:
+        model.activation_checkpointing_enable({"use_reentrant": switches["checkpoint"]})
+    call = {name: switches[name] for name in ("use_cache",) if "said" in switches}
+    return model, {"input_ids": ids, "labels": ids, **call}, scalar_loss
+
+
+CHECKPOINTING = r" \(turning its own checkpointing off alone takes [0-9.]+ MiB more\)"
+CACHE = r" \(use_cache=False alone saves [0-9.]+ KiB\)"
+# What a user has left on, a budget, and what the plan says of it.
+SWITCHES: dict[str, tuple[dict[str, Any], float | str, str]] = {
+    "a cache": ({}, 0.5, CACHE),
+    "a cache, and no region": ({}, "1GiB", CACHE),
+    "a cache that the call asks for": ({"use_cache": True, "said": True}, 0.5, ""),
+    "no cache": ({"use_cache": False}, 0.5, ""),
+    "checkpointing": ({"checkpoint": False}, 0.5, CHECKPOINTING),
+    "reentrant checkpointing, and no region": ({"checkpoint": True}, "1GiB", CHECKPOINTING),
+}
+
+
+@pytest.mark.parametrize("left", SWITCHES)
+def test_a_plan_is_compared_with_the_step_as_it_stands(left: str) -> None:
+    """The peak that a plan is said to lower is what the step allocates without it; what switches alone do is told."""
+    pytest.importorskip("transformers", reason="transformers is not installed (it needs Python 3.11)")
+    switches, budget, said = SWITCHES[left]
+    model, batch, _ = llama(**switches)
+    plan = make_plan(model, (), batch, budget=budget, optimizer="adamw", device="h100")
+    promise, again = plan.prediction, Plan.from_json(plan.to_json())
+    assert promise is not None
+    assert again == plan
+    assert again.profile is None
+    own, planned = (allocated(partial(llama, **switches), one, Loop()) for one in (None, plan))
+    assert (promise.plain_peak_bytes, promise.peak_bytes) == (own, planned)
+    assert bool(plan.choices) == (budget == 0.5)
+    if "said" not in switches:
+        bare, batch, _ = llama(use_cache=False)
+        assert make_plan(bare, (), batch, budget=budget, optimizer="adamw", device="h100").choices == plan.choices
+    assert re.match(rf"[0-9.]+ (\w+ )?of [0-9.]+ \w+ at the peak{said}, ", plan.summary)
+    assert ("what every plan switches" in plan.explain()) == bool(said)
+    if promise.switched is not None:
+        saved = promise.plain_peak_bytes - promise.switched.saved_bytes
+        assert saved == simulate(model, (), batch, plan=Plan(), optimizer="adamw").peak_bytes
+    assert plan.profile is not None
+    assert plan.profile.solve(budget=budget).prediction.plain_peak_bytes == own  # type: ignore[union-attr]
+
+
+def test_a_plan_is_made_where_the_step_as_it_stands_cannot_be_simulated() -> None:
+    """A checkpoint function that fails is not in a plan's step; the plan says that its own could not be simulated."""
+    pytest.importorskip("transformers", reason="transformers is not installed (it needs Python 3.11)")
+    model, batch, _ = llama(checkpoint=False)
+    model.model._gradient_checkpointing_func = None  # type: ignore[union-attr]
+    for layer in model.model.layers:  # type: ignore[union-attr]
+        layer._gradient_checkpointing_func = None  # type: ignore[union-attr]
+    plan = make_plan(model, (), batch, budget=0.5, device="h100")
+    assert "(turning its own checkpointing off, without which the step could not be simulated)" in plan.summary
 
 
 def test_the_batch_and_the_whole_output_count() -> None:

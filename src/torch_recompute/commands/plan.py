@@ -249,7 +249,7 @@ def _planned(planner: Planner, args: argparse.Namespace) -> Plan:
             filter(
                 None,
                 [
-                    too_small(promise.budget, smallest, planner.plain.peak_bytes),
+                    too_small(promise.budget, smallest, promise.plain_peak_bytes),
                     f"That peak holds {held_by(planner.least[1])}.",
                     f"Write --budget {enough(smallest)} or more, or a smaller batch.{unwritten}",
                     *others,
@@ -319,7 +319,7 @@ def _print_curve(console: Console, profile: Profile, plans: Sequence[Plan]) -> N
     unit, name = errors.unit_of(profile.plain_peak_bytes)
     console.print(
         f"without recomputation: peak {errors.size(profile.plain_peak_bytes)}, step {1000 * plain:,.1f} ms on "
-        f"{profile.device}"
+        f"{profile.device}{profile.as_it_stands}"
     )
     if profile.loop is not None:
         console.print(f"counted: {profile.loop}")

@@ -100,17 +100,18 @@ class Clock:
         profile = Planner(self.step).profile
         return [one for one in curve(profile, points) if one.choices and one.choices != plan.choices]
 
-    def timed(self, plan: Plan) -> Timed:
-        """Simulates the step with a plan."""
+    def timed(self, plan: Plan | None) -> Timed:
+        """Simulates the step with a plan; with None as it stands."""
         ran: list[Op | None] = []
         held: list[int] = []
-        stores = stores_for(plan, self.step)
+        stores = stores_for(plan or Plan(), self.step)
 
         def watch(_: str, operation: Operation) -> None:
             ran.append(op_of(operation))
             held.append(sum(store.host_bytes for store in stores.values()))
 
-        simulation = simulate_step(self.step, prepare=lambda copy: apply(copy, plan, stores=stores), watch=watch)
+        prepare = None if plan is None else lambda copy: apply(copy, plan, stores=stores)
+        simulation = simulate_step(self.step, prepare=prepare, watch=watch)
         price = self._price = self._price or prices_for(self.step, simulation.device)
         self.device = price.name
         return Timed(simulation, ran, held if stores else [], price)
@@ -142,6 +143,8 @@ def collect(
     for name, one in (("the plan", plan), *(("another budget", other) for other in others)):
         steps.append((name, one, clock.timed(one) if one.all_choices else plain))
         done(name)
+    switched = plan.prediction and plan.prediction.switched
+    steps += [("as it stands", Plan(), clock.timed(None))] if switched else []
     steps.sort(key=lambda item: (item[2].simulation.peak_bytes, -item[2].seconds))
     names: dict[str, int] = {}
     shown = [{"name": name, **_step(timed, names), **_promise(one, timed, plain, clock)} for name, one, timed in steps]
@@ -158,7 +161,7 @@ def collect(
             "names": list(names),
             "steps": shown,
             "counted": str(simulation.loop),
-            "notes": _notes(simulation, shown[chosen]),
+            "notes": [*([f"In every plan {switched}."] if switched else []), *_notes(simulation, shown[chosen])],
         },
         simulation,
     )

@@ -177,20 +177,20 @@ def bad_budget(budget: object) -> str:
     )
 
 
-def no_plan_fits(budget: str, smallest: int, plain: int, advice: str) -> str:
+def no_plan_fits(budget: str, smallest: int, own: int, advice: str) -> str:
     """Text for a budget that no plan fits into."""
     return (
-        f"{too_small(budget, smallest, plain)}\n"
+        f"{too_small(budget, smallest, own)}\n"
         f'  Pass budget="{enough(smallest)}" or more, or a smaller batch. That plan is '
         f".solution of this error, and its bytes are .smallest.{more_advice(advice)}"
     )
 
 
-def too_small(budget: str, smallest: int, plain: int) -> str:
+def too_small(budget: str, smallest: int, own: int) -> str:
     """The sentence that every budget that is too small, here as it was written, begins with."""
     return (
         f"budget={budget} is too small for a step of this model: the plan with the smallest peak needs "
-        f"{errors.size(smallest, up=True)} ({smallest} bytes); without recomputation the peak is {errors.size(plain)}."
+        f"{errors.size(smallest, up=True)} ({smallest} bytes); without a plan the peak is {errors.size(own)}."
     )
 
 

@@ -145,9 +145,12 @@ def kept_in_words(targets: Sequence[Target]) -> str:
     return ", ".join(said)
 
 
+_NEWER = ("elastic", "tiles", "with_loss", "tiled", "switched")
+
+
 def written(fields: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """The fields of a dataclass as a JSON object, for `dataclasses.asdict`; newer ones where they say something."""
-    return {name: value for name, value in fields if value or name not in ("elastic", "tiles", "with_loss", "tiled")}
+    return {name: value for name, value in fields if value or name not in _NEWER}
 
 
 def stored_in(word: str) -> str:

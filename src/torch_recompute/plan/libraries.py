@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 import inspect
 import types
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -134,6 +134,20 @@ def all_layers(model: nn.Module) -> Generator[None]:
             here[name] = value
 
 
+def checkpointing(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Yields the modules whose library's own checkpointing is on, each with the flag that says so."""
+    for module in model.modules():
+        yield from ((module, flag) for flag in (FLAG, TIMM_FLAG) if getattr(module, flag, False) is True)
+
+
+def switched(model: nn.Module, kwargs: Mapping[str, Any]) -> str:
+    """The setting that every plan switches in a model that is called with some keywords, in words; "" for none."""
+    if any(checkpointing(model)):
+        return "turning its own checkpointing off"
+    caches = any(getattr(getattr(module, "config", None), "use_cache", False) for module in model.modules())
+    return "use_cache=False" if caches and kwargs.get("use_cache") is None else ""
+
+
 def roots(model: nn.Module) -> Iterator[nn.Module]:
     """The outermost modules that have a switch with a flag that others read."""
     if any(callable(getattr(type(model), name, None)) for name in (*ENABLE, SET)):
@@ -153,10 +167,9 @@ class CheckpointingSwitch:
 
     def put(self) -> None:
         """Takes the places of the model's own switches, which are off from now on."""
+        for module, flag in checkpointing(self._model):  # turned on before the plan came
+            self._set(module, flag, False)
         for module in self._model.modules():
-            for flag in (FLAG, TIMM_FLAG):
-                if getattr(module, flag, False) is True:  # turned on before the plan came
-                    self._set(module, flag, False)
             for name, kind in METHODS.items():
                 if callable(getattr(type(module), name, None)):
                     self._set(module, name, types.MethodType(kind, self._state))

@@ -30,8 +30,10 @@ T = TypeVar("T")
 NOT_RECOMPUTED = "not recomputed"
 OFFLOADED = "offloaded"
 WORDS: Mapping[str, str] = {
-    "at the peak": "the most bytes alive at one moment of the step, with the plan and without recomputation: "
+    "at the peak": "the most bytes alive at one moment of the step, with the plan and of the step as it stands: "
     "parameters, gradients, optimizer state, batch, output and activations",
+    "alone saves": "what every plan switches in this model besides regions, and by how much that lowers the peak",
+    "alone takes": "what every plan switches in this model besides regions, and by how much that raises the peak",
     "slower": "what recomputation adds to the time of the step",
     SHORT: "a region that keeps its activations while memory lasts and is recomputed where it does not; peak and "
     "time are those of a step in which all of them are recomputed",
@@ -129,6 +131,25 @@ class Line:
         return f"{self.freed_bytes / MIB / (1000 * self.seconds):,.1f} MiB per ms"
 
 
+@dataclass(frozen=True)
+class Switched:
+    """A setting of a library's model that every plan switches, regions or not: its cache, or its own checkpointing.
+
+    Attributes:
+        what: In words, such as "use_cache=False".
+        saved_bytes: By how much that alone lowers the peak, below 0 where it raises it; 0 where that is not known.
+    """
+
+    what: str
+    saved_bytes: int
+
+    def __str__(self) -> str:
+        if not self.saved_bytes:
+            return f"{self.what}, without which the step could not be simulated"
+        much = errors.brief(abs(self.saved_bytes))
+        return f"{self.what} alone {f'saves {much}' if self.saved_bytes > 0 else f'takes {much} more'}"
+
+
 @shown
 @dataclass(frozen=True, repr=False)
 class Prediction:
@@ -137,7 +158,7 @@ class Prediction:
     Attributes:
         budget_bytes: What was asked for; the peak is at most this.
         peak_bytes: The most bytes alive at any time of the step.
-        plain_peak_bytes: The same without the plan.
+        plain_peak_bytes: The same of the step as it stands, without the plan.
         step_seconds: Of the operations in the step, replays included.
         plain_step_seconds: The same without the plan.
         replay_flops: FLOPs of products in all replays.
@@ -154,6 +175,7 @@ class Prediction:
         uncounted: Which operations take something that is not known and could raise the peak by over 0.5 %, in words;
             "" for none.
         tiled: What is made in tiles of tokens and by how much results differ, or why nothing is, in words.
+        switched: What every plan switches in the model, where that alone changes the peak.
     """
 
     budget_bytes: int
@@ -174,6 +196,7 @@ class Prediction:
     assumed: tuple[str, ...] = ()
     uncounted: str = ""
     tiled: tuple[str, ...] = ()
+    switched: Switched | None = None
 
     @property
     def gap(self) -> float:
@@ -184,7 +207,7 @@ class Prediction:
         """One sentence on the step under some choices: its peak, its time, and what is recomputed."""
         elastic = any(choice.elastic for choice in choices)
         peak = f"{'at least ' * elastic}{errors.brief(self.peak_bytes, self.plain_peak_bytes)} at the peak"
-        peak += f" ({self.uncounted})" if self.uncounted else ""
+        peak += "".join(f" ({words})" for words in (self.uncounted, self.switched) if words)
         if not choices and not self.replay_flops:
             return f"{peak}, and nothing is recomputed"
         hosted = f", {errors.brief(self.host_bytes)} in host memory" if self.host_bytes else ""

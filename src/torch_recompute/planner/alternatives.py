@@ -219,5 +219,5 @@ def plan_or_tell(planner: Planner, budget: object) -> Plan:
         wanted = Limit(promise.budget_bytes, promise.budget)
         more = in_words(alternatives(planner, wanted), wanted, option=False)
         advice = "\n  ".join(filter(None, [f"That peak holds {held_by(planner.least[1])}.", *more, promise.advice]))
-        text = no_plan_fits(wanted.said, error.smallest, planner.plain.peak_bytes, advice)
+        text = no_plan_fits(wanted.said, error.smallest, promise.plain_peak_bytes, advice)
         raise errors.BudgetError(text, error.smallest, least) from None

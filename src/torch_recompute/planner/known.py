@@ -64,6 +64,7 @@ class Known:
 
     Attributes:
         simulations: Simulated steps, by the choices of their plans.
+        own_peak_bytes: The peak of the step as it stands, where a plan switches something in the model.
         ran: The operations of the step without recomputation by phase, and how often each ran.
         order: Of these, those of forward and backward in their order, where ranks send beside them.
         segments: The paths and kinds of the segments, the routers, and the dtype of autocast in the first segment.
@@ -75,6 +76,7 @@ class Known:
     """
 
     simulations: dict[Any, Simulation] = field(default_factory=dict[Any, "Simulation"])
+    own_peak_bytes: int | None = None
     ran: Counter[tuple[str, Op]] = field(default_factory=Counter[tuple[str, "Op"]])
     order: list[Op] = field(default_factory=list["Op"])
     segments: tuple[list[str], list[str], tuple[str, ...], str] | None = None

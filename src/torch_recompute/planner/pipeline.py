@@ -451,7 +451,8 @@ class RankPlanner(PipelineRank):
             costs = Costs(kinds, segments)
             paths = {segment.path for segment in segments}
             modules = tuple(row for row in of.profile.modules if row[0] in paths)
-            profile = replace(of.profile, costs=costs, plain_peak_bytes=self.plain.peak.bytes, modules=modules)
+            peak = self.plain.peak.bytes
+            profile = replace(of.profile, costs=costs, plain_peak_bytes=peak, modules=modules, switched=None)
             options = tuple(for_all(option, times) for stage in stages for option in tried.chosen[stage])
             plan = planned(profile, costs, Solution(options, 0, 0.0, "auto"), wanted, tried.peak.bytes)
             found.append(replace(plan, source=f"a budget of {wanted.said} on rank {self.number}"))

@@ -32,7 +32,8 @@ from ..memory.free import free_bytes
 from ..memory.operations import Operation
 from ..plan.apply import apply
 from ..plan.choice import Choice, joined
-from ..plan.plan import Plan
+from ..plan.libraries import switched
+from ..plan.plan import Plan, Switched
 from ..plan.roles import inside, relative
 from ..plan.wrappers import described
 from ..simulation import Moment, Simulation, simulate_step
@@ -186,7 +187,23 @@ class Planner:
             self.plain.assumed,
             self.plain.uncounted,
             self.always,
+            self.switched,
         )
+
+    @cached_property
+    def switched(self) -> Switched | None:
+        """The setting that every plan switches in the model, where the step as it stands has another peak for it."""
+        what = switched(self.step.model, self.step.kwargs)
+        if not what or self.whole is not None:
+            return self.whole.switched if self.whole else None
+        if self.known.own_peak_bytes is None:
+            doing("simulating the step as it stands")
+            try:
+                self.known.own_peak_bytes = simulate_step(self.step).peak_bytes
+            except Exception:  # whatever that raises which a plan switches off
+                return Switched(what, 0)
+        saved = self.known.own_peak_bytes - self.plain.peak_bytes
+        return Switched(what, saved) if saved else None
 
     def plan(self, budget: object) -> Plan:
         """The plan for a budget, checked by its own simulation."""
@@ -215,7 +232,7 @@ class Planner:
             longer = "nothing, since a plan without tiles fits and takes no longer"
             return untiled(whole, longer if self.always.choices else self._tiling.words)
         if not fits:
-            text = no_plan_fits(wanted.said, simulation.peak_bytes, self.plain.peak_bytes, simulation.advice)
+            text = no_plan_fits(wanted.said, simulation.peak_bytes, profile.own_peak_bytes, simulation.advice)
             raise errors.BudgetError(text, simulation.peak_bytes, plan)
         self.known.plans[wanted, wanted.said] = plan
         return plan

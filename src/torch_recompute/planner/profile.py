@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from .. import errors
 from .._text import shown, starred, table
 from ..memory.loop import Loop
-from ..plan.plan import MIB, VERSION, Plan, made, read
+from ..plan.plan import MIB, VERSION, Plan, Switched, made, read
 from .cost import NOTHING, Always, Costs, Graph, Host, Kind, Node, Option, Segment, highest_points
 
 
@@ -34,7 +34,7 @@ class Profile:
         model: The name of the model's class.
         device: What the seconds are of.
         costs: The segments, their options, and what else lives.
-        plain_peak_bytes: The peak of the step without recomputation.
+        plain_peak_bytes: The peak of the step without recomputation, with what every plan switches.
         modules: What the segments are, in words, by path.
         carries: The paths of segments whose regions carry decisions (routing).
         left_out: Modules that are not planned, and why.
@@ -44,6 +44,7 @@ class Profile:
         assumed: What was not known of the step and has been assumed, in words.
         uncounted: Which operations take something that is not known and could raise the peak by over 0.5 %, in words.
         always: What all plans hold besides, as a head with its loss in tiles.
+        switched: What every plan switches in the model, where that alone changes the peak.
     """
 
     model: str
@@ -59,10 +60,21 @@ class Profile:
     assumed: tuple[str, ...] = ()
     uncounted: str = ""
     always: Always = NOTHING
+    switched: Switched | None = None
+
+    @property
+    def own_peak_bytes(self) -> int:
+        """The peak of the step as it stands, without a plan."""
+        return self.plain_peak_bytes + (self.switched.saved_bytes if self.switched else 0)
+
+    @property
+    def as_it_stands(self) -> str:
+        """The same peak in words, after those of the step without recomputation; "" where that is the same."""
+        return f"; as it stands {errors.brief(self.own_peak_bytes)}: {self.switched}" if self.switched else ""
 
     def __str__(self) -> str:
         step = f"{errors.brief(self.plain_peak_bytes)} at the peak, {_ms(self.costs.step_seconds)} ms per step"
-        head = [f"{self.model} on {self.device}, without recomputation: {step}"]
+        head = [f"{self.model} on {self.device}, without recomputation: {step}{self.as_it_stands}"]
         if self.loop is not None:
             head.append(f"counted: {self.loop}")
         rows = [("segments", *_FIGURES), *((name, *row) for name, row in _groups(self.costs).items())]

@@ -31,7 +31,7 @@ from .._torch.fakes import FakeTensorMode
 from ..memory.operations import Operation
 from ..plan.apply import apply
 from ..plan.choice import ATTENTION, DOWN, Choice, Target, joined
-from ..plan.libraries import CacheSnapshot, is_cache
+from ..plan.libraries import CacheSnapshot, checkpointing, is_cache
 from ..plan.plan import Plan
 from ..plan.roles import Units, inside
 from ..plan.units import find_units
@@ -87,6 +87,8 @@ class _Capture:
         fakes = FakeTensorMode()
         faker = Faker(fakes, device)
         self._copy: nn.Module = faker.copy(step.model)
+        for module, flag in checkpointing(self._copy):
+            vars(module)[flag] = False
         self._call = faker.arguments(*step.call)
         self._units, self._target, self._device = find_units(step.model), step.where.target, device
         parts = [part for unit in self._units.by_role("moe") for part in (unit.parts or (unit.path,))]

@@ -110,7 +110,7 @@ def planned(
     prediction = Prediction(
         budget_bytes=int(budget),
         peak_bytes=solution.peak_bytes if peak is None else peak,
-        plain_peak_bytes=profile.plain_peak_bytes,
+        plain_peak_bytes=profile.own_peak_bytes,
         step_seconds=costs.step_seconds + solution.seconds,
         plain_step_seconds=costs.step_seconds - profile.always.seconds,
         replay_flops=sum(solution.options[i].flops for i in starts) + profile.always.flops,
@@ -126,6 +126,7 @@ def planned(
         assumed=profile.assumed,
         uncounted=profile.uncounted,
         tiled=profile.always.words,
+        switched=profile.switched,
     )
     source, asked_of = f"a budget of {budget.said}", replace(profile, costs=costs)
     return Plan(choices_of(profile, solution), source, prediction, profile.modules, profile=asked_of)
