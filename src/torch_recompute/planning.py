@@ -24,7 +24,6 @@ from ._text import at_work
 from .devices import Roofline
 from .memory.batch import Batch, ExampleCall, call_of
 from .memory.budget import Budget, bytes_meant, no_plan_fits, read_budget
-from .memory.elastic import Elastic
 from .memory.free import free_bytes
 from .memory.loop import COMMON, Loop
 from .memory.saved import generators_as_before
@@ -34,17 +33,11 @@ from .plan.libraries import all_layers
 from .plan.plan import Plan
 from .plan.ranks import Ranks
 from .plan.sizes import parameters
-from .plan.stages import StagePlans, Stages
-from .planner.alternatives import plan_or_tell
 from .planner.hosts import NO_LEAVE, HostBandwidth, Leave
 from .planner.known import PlanFile, forget, made_for
-from .planner.longest import Longest
-from .planner.pipeline import plan_stages
 from .planner.planner import Planner
 from .planner.profile import Profile
-from .planner.schedules import Schedule
 from .planner.sizes import Lengths, calls_of, plan_sizes
-from .planner.tensor_parallel import of_one_rank
 from .region import checked_pool
 from .simulation.elastic import rehearse
 from .state import Ambient
@@ -216,6 +209,8 @@ def _memory(
             "  Leave offload out; Elastic(..., to=OnHost()) moves what is evicted, where that is faster than a replay."
         )
     if elastic is True:
+        from .memory.elastic import Elastic
+
         return Elastic(budget.bytes or "fit")
     if budget.said != "fit":
         raise errors.ArgumentError(
@@ -293,7 +288,7 @@ class _Planning:
     def _elastic(self, step: TrainingStep, plan: Plan | None, memory: Elastic) -> Plan:
         """The plan with the least peak for the largest call, of which calls of all sizes are simulated."""
         steps = [replace(step, args=args, kwargs=kwargs) for args, kwargs in self.calls(step)]
-        plan = plan or plan_or_tell(Planner(steps[-1]), Budget(share=0.0, said="0"))
+        plan = plan or _plan_or_tell(Planner(steps[-1]), Budget(share=0.0, said="0"))
         self._limit(steps[-1], plan, memory)
         if plan.choices:
             self._rehearsed = [rehearse(one, plan) for one in steps]
@@ -378,6 +373,10 @@ def _one_plan(model: nn.Module, mine: Plan | str) -> Plan:
 
 if TYPE_CHECKING:
     from typing_extensions import TypedDict, Unpack
+
+    from .memory.elastic import Elastic
+    from .plan.stages import StagePlans, Stages
+    from .planner.schedules import Schedule
 
     class _PlanOptions(TypedDict, total=False):
         """Options that do not decide on the kind of plan; see `make_plan`."""
@@ -516,15 +515,31 @@ def make_plan(
     _refuse({**given, "offload": offload is not False, "loop": loop != COMMON, "ranks": ranks is not None})
     leave = Leave.of(offload, host_bandwidth, tiles)
     update = optimizer_of("make_plan", optimizer, model)
-    step = TrainingStep(of_one_rank(model, ranks or ALONE), *call, loss, update, device, loop, ranks or ALONE)
+    step = TrainingStep(_of_one_rank(model, ranks), *call, loss, update, device, loop, ranks or ALONE)
     with at_work(f"planning {type(model).__name__}"):
         if stages is not None:
+            from .planner.pipeline import plan_stages
+
             return plan_stages(step, stages, budget, leave)
         if compiled:
-            from .compiling.step import plan_compiled  # imports the compiler, which takes a second
-
-            return plan_compiled(step, read_budget(budget))
+            return _plan_compiled(step, read_budget(budget))
         return _plan_one_device(step, read_budget(budget), sizes, longest, leave)
+
+
+def _of_one_rank(model: nn.Module, ranks: Ranks | None) -> nn.Module:
+    """The model that one of some ranks computes."""
+    if ranks is None:
+        return model
+    from .planner.tensor_parallel import of_one_rank
+
+    return of_one_rank(model, ranks)
+
+
+def _plan_compiled(step: TrainingStep, budget: Budget) -> Plan:
+    """Plans a compiled step; this imports the compiler, which takes a second."""
+    from .compiling.step import plan_compiled
+
+    return plan_compiled(step, budget)
 
 
 def _plan_one_device(
@@ -536,10 +551,22 @@ def _plan_one_device(
 ) -> Plan:
     """Plans calls of one size, of several, or of as many as a budget holds."""
     if longest:
+        from .planner.longest import Longest
+
         return Longest(step, budget, leave, batch=_in_batches(longest, sizes)).plan()
     if sizes:
         return plan_sizes(step, sizes, budget, leave)
-    return plan_or_tell(Planner(step, leave=leave), budget)
+    return _plan_or_tell(Planner(step, leave=leave), budget)
+
+
+def _plan_or_tell(planner: Planner, budget: object) -> Plan:
+    """The plan for a budget; where none fits, the error also says what holds the least peak and what would do."""
+    try:
+        return planner.plan(budget)
+    except errors.BudgetError as error:
+        from .planner.alternatives import told
+
+        raise told(planner, error) from None
 
 
 def _in_batches(longest: object, sizes: object) -> bool:

@@ -14,6 +14,7 @@ from support.models import Made
 from support.zoo import ZOO, build, mean_loss, plans, scalar_loss
 from torch_recompute import ArgumentError, Choice, Plan, RecomputeError, apply, errors, make_plan, measure, simulate
 from torch_recompute.memory import CATEGORIES
+from torch_recompute.simulation import recipes
 from torch_recompute.simulation.step import where_it_runs
 
 # Which tokens go to which expert depends on the values of weights; a simulation sends them evenly.
@@ -400,3 +401,23 @@ def test_a_penalty_on_a_tensor_of_the_caller_is_explained() -> None:
     with pytest.raises(ArgumentError, match="on a copy of the model and of the batch"):
         simulate(nn.Linear(8, 8), (x,), loss=lambda out: penalty(out, x), accumulate=2)
     assert simulate(Both(8, 8), (x,), loss=lambda out: penalty(*out)).peak_bytes > 0
+
+
+def test_torch_is_asked_once_for_each_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second simulation of the same layers asks for no result again, not those that come in a named tuple either."""
+    asked: list[str] = []
+
+    def on_fakes(mode: Any, func: Any, *given: Any) -> Any:
+        asked.append(str(func))
+        return ask(mode, func, *given)
+
+    ask = recipes.on_fakes
+    monkeypatch.setattr(recipes, "on_fakes", on_fakes)
+    model = nn.Sequential(nn.Linear(11, 11), nn.LayerNorm(11), nn.Dropout(0.1), nn.Linear(11, 11))
+    peaks = []
+    for norms in (1, 0):
+        peaks.append(simulate(model, torch.ones(3, 11), loss=torch.sum, optimizer="adamw").peak_bytes)
+        assert asked.count("aten.native_layer_norm.default") == norms
+        assert ([name for name in asked if "profiler" not in name] == []) == (norms == 0)
+        asked.clear()
+    assert peaks[0] == peaks[1]

@@ -119,7 +119,7 @@ FORWARDS = {
     "short, until three are the same": (0.001, 1.0, 1 + 3 + 3 + 3),
     "long: two, and one comparison": (0.3, 1.0, 1 + 3 + 1),
     "longer than all that it may take": (15.0, 1.0, 1 + 3),
-    "short, and waiting": (0.3, 0.2, 1 + 3),
+    "short, and waiting": (0.1, 0.2, 1 + 3),
     "long, and waiting": (1.0, 0.2, 1),
 }
 

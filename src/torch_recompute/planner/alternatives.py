@@ -205,19 +205,12 @@ def in_words(found: Sequence[Alternative], budget: int | None, *, option: bool) 
     return [*said, *([f"Each of these lowers the peak, but not enough alone: {named(others)}."] if others else [])]
 
 
-def plan_or_tell(planner: Planner, budget: object) -> Plan:
-    """Returns the plan for a budget; where none fits, the error also says what holds the least peak and what would do.
-
-    Raises:
-        BudgetError: No plan fits.
-    """
-    try:
-        return planner.plan(budget)
-    except errors.BudgetError as error:
-        least: Any = error.solution
-        promise = least.prediction
-        wanted = Limit(promise.budget_bytes, promise.budget)
-        more = in_words(alternatives(planner, wanted), wanted, option=False)
-        advice = "\n  ".join(filter(None, [f"That peak holds {held_by(planner.least[1])}.", *more, promise.advice]))
-        text = no_plan_fits(wanted.said, error.smallest, promise.plain_peak_bytes, advice)
-        raise errors.BudgetError(text, error.smallest, least) from None
+def told(planner: Planner, error: errors.BudgetError) -> errors.BudgetError:
+    """The error of a budget that no plan fits into, which also says what holds the least peak and what would do."""
+    least: Any = error.solution
+    promise = least.prediction
+    wanted = Limit(promise.budget_bytes, promise.budget)
+    more = in_words(alternatives(planner, wanted), wanted, option=False)
+    advice = "\n  ".join(filter(None, [f"That peak holds {held_by(planner.least[1])}.", *more, promise.advice]))
+    text = no_plan_fits(wanted.said, error.smallest, promise.plain_peak_bytes, advice)
+    return errors.BudgetError(text, error.smallest, least)

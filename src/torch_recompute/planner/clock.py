@@ -44,7 +44,7 @@ from .prices import now, on
 TIMES, MOST_TIMES = 3, 20
 STEADY = 0.03  # as soon as the last TIMES steps took the same time except for this share, no more are run
 BUSY = 0.15  # repeats that differ by more are of a busy machine
-ENOUGH, LONGEST = 0.5, 30.0  # seconds: after the one no more than FEW are run, after the other none
+ENOUGH, LONGEST = 0.25, 30.0  # seconds: after the one no more than FEW are run, after the other none
 FEW = 2
 WAITING = 0.5  # a step whose thread waited for more of its time says little of it, and is not run again
 

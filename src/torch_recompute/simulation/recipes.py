@@ -170,8 +170,11 @@ class Recipes:
         return (list, [parts[kind] for kind in like]) if alone else None
 
     def _apart(self, out: Any, tensors: Sequence[FakeTensor]) -> Any:
-        """The results, of which no two are one tensor: some fakes return the gradient of two biases so."""
-        if type(out) is not tuple:
+        """The results, in a tuple without names, of which no two are one tensor.
+
+        Some fakes return the gradient of two biases as one, and some a named tuple, where kernels do neither.
+        """
+        if not isinstance(out, tuple):
             return out
         made: list[Any] = []
         for value in out:
