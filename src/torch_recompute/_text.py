@@ -8,6 +8,7 @@ two keys.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import html
 import itertools
@@ -140,6 +141,12 @@ def counted(number: int, thing: str) -> str:
 def listed(words: Sequence[str]) -> str:
     """Words, as `a, b and c`."""
     return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+
+
+def close_to(word: str, known: Iterable[str], most: int = 2, say: Callable[[str], str] = str) -> str:
+    """Says which known words are close to one that is not, as " Close to it: a or b."; "" where none is."""
+    near = " or ".join(map(say, difflib.get_close_matches(word, list(known), n=most)))
+    return f" Close to it: {near}." if near else ""
 
 
 def times(number: int) -> str:

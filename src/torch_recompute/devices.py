@@ -7,7 +7,6 @@ are those of the makers' data sheets (dense, without sparsity), less a share tha
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from . import errors
+from ._text import close_to
 from ._torch.cuda import tf32
 
 if TYPE_CHECKING:
@@ -202,8 +202,7 @@ def where(device: Device, model: object) -> Where:
 
 def unknown_device(what: str, device: object) -> str:
     """Text for a device that is not known, with names close to it; `what` is the argument or the option."""
-    near = difflib.get_close_matches(str(device).lower(), [*DEVICES, "cpu"], n=2)
-    close = f" Close to it: {' or '.join(near)}." if near else ""
+    close = close_to(str(device).lower(), [*DEVICES, "cpu"])
     return (
         f"{what}={device!r} is neither a device of this machine nor one whose speeds are known.{close}\n"
         f"  Known are {', '.join([*DEVICES])}."

@@ -7,7 +7,6 @@ function.
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -18,11 +17,13 @@ import torch
 from torch import nn
 
 from . import _torch, errors
+from ._text import close_to
 from ._torch.fakes import APART, CPU
 from ._torch.graphs import gradient_hooks
 from .devices import Device, Where, where
 from .memory.batch import Batch, call_of, labels_of, signature_of
 from .memory.loop import COMMON, Loop
+from .memory.measurement import weights_of
 from .plan.ranks import Ranks
 
 Loss = Callable[[Any], torch.Tensor] | None
@@ -110,11 +111,6 @@ class TrainingStep:
 def elements(weight: torch.Tensor) -> int:
     """The elements of a parameter; of one whose elements share bytes (`packed`), all that they mean."""
     return getattr(weight, "packed", weight.numel())
-
-
-def weights_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The parameters of an optimizer."""
-    return [weight for group in optimizer.param_groups for weight in group["params"]]
 
 
 # --- losses ---
@@ -312,9 +308,8 @@ def optimizer_of(what: str, optimizer: object, model: nn.Module | None = None) -
         name = optimizer.lower()
         if name in OPTIMIZERS:
             return OPTIMIZERS[name]
-        near = "".join(f"; close to it: {one}" for one in difflib.get_close_matches(name, OPTIMIZERS, n=1))
         raise errors.ArgumentError(
-            f"{said} is {optimizer!r}, which is not the name of an optimizer{near}. "
+            f"{said} is {optimizer!r}, which is not the name of an optimizer.{close_to(name, OPTIMIZERS, 1)} "
             f"Known are {', '.join(OPTIMIZERS)}.\n"
             f"  Write one of these{'' if what.startswith('-') else f', or a class: {_CLASS}'}."
         )

@@ -477,7 +477,7 @@ def test_a_budget_below_the_weights(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         (["this_test:pair", "--frontier", "--out", "a.json"], "--out goes with --budget"),
         (["this_test:pair", "--budget", "0.5", "--pp", "2"], "are for language models of transformers"),
         (["vit-h", "--budget", "0.5", "--dp", "2"], "are for language models of transformers"),
-        (["this_test:pair", "--recompute", "ful"], "close to it: full"),
+        (["this_test:pair", "--recompute", "ful"], "Close to it: full"),
         (["this_test:pair", "--recompute", "none,,full"], "which says no configuration"),
         (["this_test:pair", "--recompute", "no.json"], "--recompute is 'no.json': no such file"),
         (["this_test:pair", "--recompute", "none", "--offload", "--device", "h100"], "none has no region"),

@@ -8,7 +8,6 @@ embedding and the head are as `prepare_model_for_kbit_training` leaves them, in 
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import itertools
 import warnings
@@ -19,6 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from .. import errors
+from .._text import close_to
 
 BASES = ("bf16", "nf4")
 ALL = "all-linear"
@@ -110,10 +110,9 @@ def _check_modules(model: nn.Module, word: str, lora: Lora) -> None:
     paths = [path for path, _ in model.named_modules()]
     for name in () if lora.modules == (ALL,) else lora.modules:
         if not any(path == name or path.endswith(f".{name}") for path in paths):
-            near = difflib.get_close_matches(name, _linear(model), n=2)
-            close = f" Close to it: {' or '.join(near)}." if near else ""
             raise errors.ArgumentError(
-                f"--lora names the module {name!r}, and {word} has none of that name.{close} {_write_linear(model)}"
+                f"--lora names the module {name!r}, and {word} has none of that name."
+                f"{close_to(name, _linear(model))} {_write_linear(model)}"
             )
 
 

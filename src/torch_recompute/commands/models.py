@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import importlib
 import inspect
 import json
@@ -31,6 +30,7 @@ import torch
 from torch import nn
 
 from .. import _torch, errors
+from .._text import close_to
 from ..compiling.layers import CompiledLayers, compile_layers
 from ..devices import DEVICES, Device, connected
 from ..memory.batch import ExampleCall, call_of
@@ -160,10 +160,9 @@ def run_as(model: nn.Module, layers: str | None, ranks: Ranks) -> HowLayersRun:
     how, *options = (layers or LAYERS[0]).split("+")
     unknown = next((word for word in options if word not in OPTIONS), how if how not in LAYERS else "")
     if unknown or (options and how != "fused"):
-        near = difflib.get_close_matches(unknown, [*LAYERS, *OPTIONS], n=1)
         raise errors.ArgumentError(
             f"--layers is {layers!r}; expected {', '.join(LAYERS)}, or fused with options, as "
-            f"{' or '.join(f'fused+{word}' for word in OPTIONS)}{f'; close to it: {near[0]}' if near else ''}."
+            f"{' or '.join(f'fused+{word}' for word in OPTIONS)}.{close_to(unknown, [*LAYERS, *OPTIONS], 1)}"
         )
     if how == "compiled":
         return compile_layers(model, ranks)
@@ -427,8 +426,7 @@ def _unknown(model: str) -> str:
     """Returns the text of the error for an unknown model, with names close to it and what to write."""
     plain = {"".join(filter(str.isalnum, name.lower())): name for name in PRESETS}
     word = "".join(filter(str.isalnum, model.rpartition("/")[2].lower()))
-    near = [plain[name] for name in difflib.get_close_matches(word, plain, n=2)]
-    close = f" Close to it: {' or '.join(near)}." if near else ""
+    close = close_to(word, plain, say=plain.__getitem__)
     write = _MODEL
     if model.count("/") == 1 and not model.startswith((".", "/", "~")):
         write = (

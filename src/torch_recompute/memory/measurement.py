@@ -88,6 +88,11 @@ class Reading(NamedTuple):
         return f"measurement on {self.device}: peak {self.peak_bytes:,} bytes ({parts or 'nothing'}){more}"
 
 
+def weights_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The parameters of an optimizer."""
+    return [weight for group in optimizer.param_groups for weight in group["params"]]
+
+
 _running: list[Measurement] = []
 
 
@@ -133,7 +138,7 @@ class Measurement:
                     self._mark(tuple(thing.buffers()), BUFFERS)
                     self._mark([held for module in thing.modules() for held in vars(module).values()], OTHER)
                 elif isinstance(thing, torch.optim.Optimizer):
-                    self._track_parameters(parameter for group in thing.param_groups for parameter in group["params"])
+                    self._track_parameters(weights_of(thing))
                     self._follow(thing)
                 elif isinstance(thing, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
                     self._mark(thing, OTHER)

@@ -11,7 +11,6 @@ sets of choices asks for; each wrapper is the plain call unless the present call
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from .. import errors
+from .._text import close_to
 from ..region import checked_pool
 from ..stores import OnHost, Store
 from .choice import Choice, Target, joined
@@ -344,8 +344,7 @@ class _Placement:
     def _module(self, path: str) -> nn.Module:
         if path in self._modules:
             return self._modules[path]
-        near = difflib.get_close_matches(path, self._modules, n=3)
-        hint = f" Close to it: {', '.join(map(repr, near))}." if near else ""
+        hint = close_to(path, self._modules, 3, repr)
         if "_orig_mod" in self._modules:
             hint = " torch.compile returned it: apply the plan to the model that was compiled, its ._orig_mod."
         raise errors.ArgumentError(

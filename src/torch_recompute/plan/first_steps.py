@@ -35,6 +35,7 @@ from .._text import counted
 from ..memory import allocator
 from ..memory.batch import ExampleCall
 from ..memory.loop import COMMON
+from ..memory.measurement import weights_of
 from ..memory.saved import generators
 from .apply import Applied
 from .choice import joined
@@ -228,7 +229,7 @@ class FirstSteps(ForwardWrapper):
         if _torch.in_backward():
             return
         own = {id(parameter) for parameter in self.module.parameters()}
-        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        if any(id(weight) in own for weight in weights_of(optimizer)):
             self._optimizer = optimizer
 
     # --- layers ---------------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ a `Prediction` of it, whose bound and whose lines need the trials of a profile t
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +25,7 @@ import torch
 from torch import nn
 
 from .. import errors
-from .._text import at_work, counted, doing, listed, shown, table
+from .._text import at_work, close_to, counted, doing, listed, shown, table
 from ..devices import Roofline
 from ..memory import Block
 from ..memory.batch import Batch
@@ -412,11 +411,10 @@ def _no_configuration(what: str, given: object, model: nn.Module, label: str = "
     """Text for what says no configuration, or has a label that matches nothing in a model."""
     here = matching(find_units(model))
     known = listed([f"{word} ({counted(count, 'place')})" for word, count in here.items()]) or "none that match"
-    near = difflib.get_close_matches(label, [*_WORDS, *here], n=1) if label else []
     found = f"of which {label!r} matches nothing in {type(model).__name__}" if label else "which says no configuration"
-    close = f"; close to it: {near[0]}" if near else ""
+    close = close_to(label, [*_WORDS, *here], 1)
     return (
-        f"{what} is {repr(given) if isinstance(given, str) else errors.say(given)}, {found}{close}.\n"
+        f"{what} is {repr(given) if isinstance(given, str) else errors.say(given)}, {found}.{close}\n"
         "  Write none, full, full:2 (two layers as one region), block:3 (the first three layers), selective "
         "(Megatron's: core_attn), the path of a .json or .yaml file, or labels; here "
         f'{known}; paths of modules match too, and patterns such as "*.mlp".\n'

@@ -30,10 +30,11 @@ from .._torch.fakes import host_of
 from ..devices import Device
 from ..memory.budget import Limit
 from ..memory.loop import Loop
+from ..memory.measurement import weights_of
 from ..plan.plan import Plan
 from ..plan.ranks import Ranks
 from ..simulation.step import where_it_runs
-from ..training_step import OPTIMIZERS, TrainingStep, any_loss, weights_of
+from ..training_step import OPTIMIZERS, TrainingStep, any_loss
 from .configurations import NO_WAITS, PEAK_WORDS, made_of, parts_as_data
 from .hosts import NO_LEAVE, Leave
 from .pipeline import Budget, PipelinePlanner, PipelineRank, PipelineStages, RankPlanner, paths_of_layers

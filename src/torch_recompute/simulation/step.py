@@ -47,12 +47,12 @@ from ..memory.ledger import (
     by_category,
 )
 from ..memory.loop import Loop
-from ..memory.measurement import Reading
+from ..memory.measurement import Reading, weights_of
 from ..memory.operations import ModuleStack
 from ..memory.workspaces import keep, kept_by_cublas
 from ..plan.apply import apply, not_applicable
 from ..plan.plan import Plan
-from ..training_step import MakeOptimizer, TrainingStep, loss_in, weights_of
+from ..training_step import MakeOptimizer, TrainingStep, loss_in
 from .context_parallel import share_context
 from .copies import Faker
 from .experts import share_experts
