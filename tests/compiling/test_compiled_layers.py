@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from support.training import kept_in
+from support.training import kept_by_compiled, kept_in
 from torch_recompute import Plan
 from torch_recompute.compiling.layers import compile_layers
 from torch_recompute.errors import ArgumentError
-from torch_recompute.memory.ledger import CountedOnce
 from torch_recompute.plan.apply import apply
 from torch_recompute.plan.config import plan_of
 from torch_recompute.plan.ranks import Ranks
+from torch_recompute.planner.configurations import ConfiguredStep, configurations, peaks_of
 from torch_recompute.simulation import Simulation, simulate_step
 from torch_recompute.training_step import TrainingStep, any_loss
 
@@ -36,41 +36,55 @@ def llama(device: str = "meta") -> Any:
         return transformers.LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
 
 
-def simulated(model: nn.Module, words: str = "none", device: str = "cpu") -> Simulation:
+def step_of(model: nn.Module, device: str = "cpu", tokens: int = TOKENS, ranks: Ranks = ALONE) -> TrainingStep:
+    """A step of a model."""
+    ids = torch.ones(1, tokens, dtype=torch.long)
+    batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(tokens)[None], "use_cache": False}
+    return TrainingStep(model, (), batch, any_loss, device=device, ranks=ranks)
+
+
+def simulated(model: nn.Module, words: str = "none", device: str = "cpu", tokens: int = TOKENS) -> Simulation:
     """A step of a model under a configuration."""
-    ids = torch.ones(1, TOKENS, dtype=torch.long)
-    step = TrainingStep(model, (), {"input_ids": ids, "labels": ids, "use_cache": False}, any_loss, device=device)
+    step = step_of(model, device, tokens)
     return simulate_step(step, prepare=lambda copy: apply(copy, plan_of(words, copy)), rounding=1)
 
 
-def measured() -> int:
+def measured(tokens: int) -> int:
     """The bytes that a layer keeps which torch compiles for a CPU, but for its input."""
     model = llama("cpu")
     layer = model.model.layers[1]
-    x = torch.randn(1, TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
-    positions = model.model.rotary_emb(x.detach(), torch.arange(TOKENS)[None])
-    held: list[Any] = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        held.append(tensor)
-        return tensor
-
-    compiled = torch.compile(layer, backend="aot_eager_decomp_partition", fullgraph=True)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = compiled(x, position_embeddings=positions)
-    found = CountedOnce()
-    found.add([*model.parameters(), *positions, x])
-    others = found.nbytes
-    found.add([held, out])
-    return found.nbytes - others
+    x = torch.randn(1, tokens, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    positions = model.model.rotary_emb(x.detach(), torch.arange(tokens)[None])
+    return kept_by_compiled(layer, x, position_embeddings=positions)
 
 
-def test_a_compiled_layer_keeps_what_torch_keeps() -> None:
-    """What a layer keeps in a simulated step, its output with it, is to the byte what one that torch compiles keeps."""
+@pytest.mark.parametrize("tokens", [TOKENS, 8])
+def test_a_compiled_layer_keeps_what_torch_keeps(tokens: int) -> None:
+    """What a layer keeps in a simulated step, its output with it, is to the byte what one that torch compiles keeps.
+
+    With few tokens, too, of which a simulated step knows the values elsewhere.
+    """
     model = llama()
     found = compile_layers(model, ALONE)
     assert found.as_data() == {"run": "compiled", "compiled": {"LlamaDecoderLayer": LAYERS}}
-    assert kept(simulated(model)) == measured() < kept(simulated(llama()))
+    assert kept(simulated(model, tokens=tokens)) == measured(tokens) < kept(simulated(llama(), tokens=tokens))
+
+
+@pytest.mark.parametrize("kind", ["all-gather", "ring"])
+@pytest.mark.parametrize("device", ["a100", "h100"])
+def test_compiled_layers_that_share_tokens_send_what_written_ones_do(kind: str, device: str) -> None:
+    """Layers that ranks share send the same bytes whether they are compiled or not, and keep no more than alone."""
+    ranks, found = Ranks(cp=2, zero=0, cp_kind=kind), list[ConfiguredStep]()
+    for shared, compiled in ((ranks, True), (ranks, False), (ALONE, True)):
+        model = llama()
+        if compiled:
+            compile_layers(model, ranks)
+        step = step_of(model, device, ranks=shared)
+        found += peaks_of(step, configurations("recompute", "none,full", step))
+    rows = list(zip(found[::2], found[1::2], strict=True))
+    assert [[one.bytes for one in row[0].sent] for row in rows] == [[one.bytes for one in rows[1][0].sent]] * 2 + [[]]
+    assert rows[0][1].sent[0].bytes > rows[0][0].sent[0].bytes > 0  # a replay sends again
+    assert kept(rows[0][0].simulation) == kept(rows[2][0].simulation) < kept(rows[1][0].simulation)
 
 
 def test_a_region_around_a_compiled_layer_keeps_its_input() -> None:
@@ -92,7 +106,8 @@ def test_what_a_compiled_layer_cannot_do_is_refused() -> None:
     for words in ("mlp", "core_attn"):
         with pytest.raises(ArgumentError, match=f"in which {words} can neither recompute nor keep a part"):
             layers.check({words: plan_of(words, model)})
-    with pytest.raises(ArgumentError, match="does not go with --tp 2"):
-        compile_layers(llama(), Ranks(tp=2))
+    for ranks, why in {Ranks(tp=2): "--tp 2", Ranks(cp=2, cp_kind="ulysses", zero=0): "--cp-kind ulysses"}.items():
+        with pytest.raises(ArgumentError, match=f"does not go with {why}"):
+            compile_layers(llama(), ranks)
     with pytest.raises(ArgumentError, match="has no layers that are known"):
         compile_layers(nn.Linear(2, 2), ALONE)

@@ -977,6 +977,23 @@ def on_its_own_device(*options: str) -> None:
         plans("here:small_stack", "--budget", "2KiB", *options)
 
 
+def compiled_without_a_kernel() -> None:
+    class Attention(torch.nn.Module):
+        """It is written in single operations."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v, self.o = (torch.nn.Linear(8, 8, device="meta") for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.o((self.q(x) @ self.k(x).transpose(1, 2)).softmax(-1) @ self.v(x))
+
+    model, ranks = torch.nn.Sequential(*(torch.nn.Sequential(Attention()) for _ in range(2))), Ranks(cp=2, zero=0)
+    compile_layers(model, ranks)
+    batch = torch.ones(1, 4, 8, device="meta")
+    simulate_step(TrainingStep(model, (batch,), {}, torch.sum, device="h100", ranks=ranks))
+
+
 def compiled_in_parts() -> None:
     class Reading(torch.nn.Module):
         """A layer whose graph depends on a value."""
@@ -1420,6 +1437,8 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: on_its_own_device("--layers", "fused"),
     lambda: compile_layers(torch.nn.Linear(2, 2), Ranks()),
     lambda: compile_layers(torch.nn.Linear(2, 2), Ranks(tp=2)),
+    lambda: compile_layers(torch.nn.Linear(2, 2), Ranks(cp=2, cp_kind="ulysses")),
+    lambda: compiled_without_a_kernel(),
     lambda: CompiledLayers({}, frozenset()).check({"mlp": Plan((Choice(("0.mlp",)),))}),
     lambda: compiled_in_parts(),
     lambda: plans("gpt2", "--budget", "1GiB", "--states", "8bit", "--optimizer", "sgd"),

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from torch_recompute import Plan, Simulation, apply, measure
+from torch_recompute.memory.ledger import CountedOnce
 
 
 def step(model: nn.Module, call: Callable[[], torch.Tensor], optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -45,6 +46,24 @@ def mean_square(out: torch.Tensor) -> torch.Tensor:
 def kept_in(found: Simulation, path: str) -> int:
     """The bytes that a module keeps in a simulated step, with those of its modules."""
     return sum(n for name, n in found.saved_by_module.items() if name == path or name.startswith(f"{path}."))
+
+
+def kept_by_compiled(layer: nn.Module, x: torch.Tensor, **kwargs: Any) -> int:
+    """The bytes that a layer keeps which torch compiles as one graph, with its output, but for what it is given."""
+    held: list[Any] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        held.append(tensor)
+        return tensor
+
+    compiled = torch.compile(layer, backend="aot_eager_decomp_partition", fullgraph=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = compiled(x, **kwargs)
+    found = CountedOnce()
+    found.add([*layer.parameters(), kwargs, x])
+    others = found.nbytes
+    found.add([held, out])
+    return found.nbytes - others
 
 
 def peak_on_ranks(model: nn.Module, plan: Plan, x: torch.Tensor) -> int:

@@ -23,6 +23,8 @@ from torch import fx
 from torch._inductor import custom_graph_pass
 from torch.utils import _python_dispatch
 
+from .fakes import FakeTensor
+
 no_modes: Callable[[], AbstractContextManager[Any]] = _python_dispatch._disable_current_modes
 """A context without the dispatch modes that are active around it; fake tensors are as before."""
 
@@ -122,24 +124,30 @@ def generated(
 def _callable(text: str, kernel: Callable[[Sequence[Any]], object]) -> Callable[[list[Any]], Sequence[Any]]:
     assert _COMPILER in text
     names: dict[str, Any] = {"AsyncCompile": lambda: _Kernels(kernel), "__name__": "generated"}
+    fakes: list[torch.Tensor] = []
     exec(compile(text.replace(_COMPILER, ""), "generated", "exec"), names)
     for name in [*names]:
         if name.startswith("empty_strided_"):
-            names[name] = _Empty(name.split("_")[2])
+            names[name] = _Empty(fakes)
         elif name.startswith("assert_"):
             names[name] = _nothing
     names["reinterpret_tensor"] = _view
-    return names["call"]
+
+    def call(args: list[Any]) -> Sequence[Any]:
+        fakes[:] = [next(x for x in args if isinstance(x, FakeTensor)).new_empty(0)]
+        return names["call"](args)
+
+    return call
 
 
 class _Empty:
-    """Allocates on a device."""
+    """Allocates a fake tensor, beside another one: alone, one of few elements would be real in a simulated step."""
 
-    def __init__(self, device: str) -> None:
-        self._device = device
+    def __init__(self, beside: list[torch.Tensor]) -> None:
+        self._beside = beside
 
     def __call__(self, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty_strided(size, stride, dtype=dtype, device=self._device)
+        return self._beside[0].new_empty_strided(size, stride, dtype=dtype)
 
 
 def _view(tensor: torch.Tensor, size: Any, stride: Any, further: int) -> torch.Tensor:

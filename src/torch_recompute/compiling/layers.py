@@ -6,6 +6,8 @@ two halves. Here the same is done with layers on meta: each kind of layer is tra
 with the kernels of attention that its device has, and all layers of the kind run the code that inductor writes, without
 its kernels (`_torch/inductor.py`). A kernel is one operation that moves the bytes of what it is given.
 
+With context parallelism a layer is compiled with its own tokens, and attention is that of ranks when its code runs.
+
 What is between layers, the head and the loss run as they are written. A layer is one call here, so a region can be
 around layers, and around nothing in them. Inductor's code is that for a CPU: a GPU's joins operations a little
 otherwise, which changes what passes within a layer and not what the layer keeps. Rejected: a choice of what is kept by
@@ -31,6 +33,7 @@ from ..plan.plan import Plan
 from ..plan.ranks import Ranks
 from ..plan.roles import inside
 from ..plan.units import find_units
+from ..simulation.context_parallel import ONE_GRAPH, SharedKernels
 from ..simulation.fused import class_with, moved
 
 
@@ -73,11 +76,16 @@ def compile_layers(model: nn.Module, ranks: Ranks) -> CompiledLayers:
     Raises:
         ArgumentError: The model has no layers that are known, or ranks share one.
     """
-    word = next((f"--{name} {getattr(ranks, name)}" for name in ("tp", "cp", "ep") if getattr(ranks, name) > 1), "")
+    word = next((f"--{name} {getattr(ranks, name)}" for name in ("tp", "ep") if getattr(ranks, name) > 1), "")
     if word:
         raise errors.ArgumentError(
-            f"--layers compiled does not go with {word}: layers with collectives in them are planned as they are "
-            "written, or fused. Leave one of them out."
+            f"--layers compiled does not go with {word}: how a compiler orders the collectives of a layer's products "
+            "is not known. Write --layers eager or fused."
+        )
+    if ranks.cp > 1 and ranks.cp_kind == "ulysses":
+        raise errors.ArgumentError(
+            "--layers compiled does not go with --cp-kind ulysses: the graph of a layer has its own tokens, and not "
+            "those that are exchanged for heads. Write --cp-kind all-gather or ring, or --layers eager or fused."
         )
     paths = [unit.path for unit in find_units(model).layers]
     outer = [path for path in paths if not any(inside(path, other) and path != other for other in paths)]
@@ -109,12 +117,22 @@ def _compiled(kind: type[nn.Module]) -> type[nn.Module]:
         tensors = [_fake(fakes, x) for x in (*named.values(), *leaves) if isinstance(x, torch.Tensor)]
         others = tuple(None if isinstance(x, torch.Tensor) else x for x in leaves)
         device = tuple(getattr(mode, "capability", None) for mode in function_modes())
-        key = device, repr((others, spec)), tuple(map(_layout, tensors)), self.training
+        shared = getattr(self, ONE_GRAPH)
+        key = device, repr((others, spec)), tuple(map(_layout, tensors)), self.training, shared
         if key not in known:
             known[key] = _traced(self, kind, list(named), leaves, spec, tensors)
-        return known[key](tensors)
+        if shared is None:
+            return known[key](tensors)
+        with SharedKernels(*shared) as kernels:  # which is there when backward runs, too
+            result = known[key](tensors)
+        if not kernels.met:
+            raise errors.ArgumentError(
+                f"--layers compiled: in the graph of {kind.__name__}, attention is no kernel that ranks of --cp could "
+                "share. Write --layers eager or fused."
+            )
+        return result
 
-    return class_with(kind, forward)
+    return class_with(kind, forward, **{ONE_GRAPH: None})
 
 
 def _fake(fakes: FakeTensorMode, x: torch.Tensor) -> torch.Tensor:

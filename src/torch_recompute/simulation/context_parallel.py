@@ -13,6 +13,10 @@ and values. The model is called with a share of the tokens; its calls of
 A gather is deferred as in `planner/tensor_parallel.py`: the kernel is given tensors of the shape of all tokens over the
 memory of this rank's own, which is what autograd keeps, and what has been gathered is alive while the kernel runs.
 
+A compiled layer (`compiling/layers.py`) is traced with its own tokens alone, and its graph keeps what it keeps of them.
+When its code runs, the kernels of attention that it calls are those of a rank (`SharedKernels`), as in PyTorch, where
+they are what DTensor replaces.
+
 Rejected: PyTorch's own `context_parallel` on fake tensors, which needs a process group and patches torch for the whole
 process.
 """
@@ -29,12 +33,19 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from .. import errors
+from .._torch import TorchDispatchMode
+from .._torch.fakes import schema_of
 from .._torch.ranks import functional
 from ..plan.ranks import Ranks, size_of, those_that_fit
+from ..plan.roles import inside
 from ..plan.units import find_units
-from .ring import over_ring
+from .ring import AttentionCall, backward_over_ring, forward_over_ring, over_ring
 
 _collectives = functional()
+
+
+ONE_GRAPH = "attention_of"
+"""Of modules that run as one graph: the group and the kind of ranks that share their attention; None for one rank."""
 
 
 def share_context(model: nn.Module, ranks: Ranks) -> None:
@@ -56,9 +67,14 @@ def share_context(model: nn.Module, ranks: Ranks) -> None:
             'with torch_recompute.register("attention", MyAttention), or leave --cp out.'
         )
     group = ranks.group("context", ranks.cp)
+    graphs = {path: module for path, module in model.named_modules() if hasattr(module, ONE_GRAPH)}
     for unit in attentions:
         module = model.get_submodule(unit.path)
-        module.__dict__["forward"] = partial(_shared, module.forward, group, ranks.cp_kind)
+        graph = next((whole for path, whole in graphs.items() if inside(unit.path, path)), None)
+        if graph is not None:
+            setattr(graph, ONE_GRAPH, (group, ranks.cp_kind))
+        else:
+            module.__dict__["forward"] = partial(_shared, module.forward, group, ranks.cp_kind)
 
 
 def _shared(forward: Callable[..., Any], group: str, kind: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -71,7 +87,7 @@ class _SharedAttention(TorchFunctionMode):
 
     def __init__(self, group: str, kind: str) -> None:
         super().__init__()
-        ring = partial(over_ring, f"{group.rpartition('-')[0]}-0", size_of(group))  # each sends all of a block
+        ring = partial(over_ring, *_ring_of(group))
         ways = {"ulysses": partial(_ulysses, group), "all-gather": partial(_over_gathered, group), "ring": ring}
         self._attention = ways[kind]
 
@@ -81,6 +97,11 @@ class _SharedAttention(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def _ring_of(group: str) -> tuple[str, int]:
+    """The group as each sends all of a block, and how many there are."""
+    return f"{group.rpartition('-')[0]}-0", size_of(group)
 
 
 class _WhileItRuns:
@@ -105,6 +126,17 @@ def _gathered(x: torch.Tensor, group: str) -> torch.Tensor:
     return _collectives.all_gather_into_tensor(x.permute(2, 0, 1, 3).contiguous(), size_of(group), group)
 
 
+def _reduced(full: list[Any], group: str) -> list[torch.Tensor]:
+    """This rank's share of the gradients of all keys and values, each of which is freed then."""
+    own: list[torch.Tensor] = []
+    while full:
+        each = full.pop(0).permute(2, 0, 1, 3).contiguous()
+        share = _collectives.reduce_scatter_tensor(each, "sum", size_of(group), group)
+        own.append(share.permute(1, 2, 0, 3))
+        del each
+    return own
+
+
 class _Gather(torch.autograd.Function):
     """Before attention: keys and values of all tokens, over the memory of this rank's own; backward reduces theirs."""
 
@@ -122,13 +154,7 @@ class _Gather(torch.autograd.Function):
         ctx.held.full = None
         of_q, *full = grads
         del grads
-        own: list[torch.Tensor] = []
-        while full:
-            each = full.pop(0).permute(2, 0, 1, 3).contiguous()
-            share = _collectives.reduce_scatter_tensor(each, "sum", size_of(ctx.group), ctx.group)
-            own.append(share.permute(1, 2, 0, 3))
-            del each
-        return None, None, of_q, *own
+        return None, None, of_q, *_reduced(full, ctx.group)
 
 
 class _Release(torch.autograd.Function):
@@ -193,3 +219,54 @@ def _exchanged(x: torch.Tensor, group: str, *, to_heads: bool) -> torch.Tensor:
     if to_heads:  # (ranks, tokens, batch, heads, d), in the order of all tokens
         return got.flatten(0, 1).permute(1, 2, 0, 3)
     return got.flatten(0, 1).permute(2, 0, 1, 3)
+
+
+# --- kernels in the code of a compiled layer --------------------------------------------------------------------------
+
+
+class SharedKernels(TorchDispatchMode):
+    """Makes kernels of attention, and those of its backward, those of a rank.
+
+    Attributes:
+        met: Whether there was one.
+    """
+
+    def __init__(self, group: str, kind: str) -> None:
+        super().__init__()
+        self._group, self._ring = group, kind == "ring"
+        self.met = False
+
+    def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "_scaled_dot_product" not in schema_of(func).name:
+            return func(*args, **(kwargs or {}))
+        self.met, call = True, AttentionCall.of(func, args, kwargs or {})
+        return (_by_ring if self._ring else _by_gathering)(self._group, call)
+
+
+def _by_gathering(group: str, call: AttentionCall) -> Any:
+    whole = {name: _gathered(call.given[name], group).permute(1, 2, 0, 3) for name in ("key", "value")}
+    mask = next((name for name in ("attn_bias", "attn_mask") if call.given.get(name) is not None), None)
+    if mask is not None:
+        whole[mask] = torch.cat([call.given[mask]] * size_of(group), -1)
+    of_q, *full = call.func(**{**call.given, **whole})
+    if not call.is_backward:
+        return of_q, *full
+    whole.clear()
+    rest = full[2:]
+    del full[2:]
+    return of_q, *_reduced(full, group), *rest
+
+
+def _by_ring(group: str, call: AttentionCall) -> Any:
+    ring, given = _ring_of(group), call.given
+    causal, own = bool(given["is_causal"]), (given["key"].contiguous(), given["value"].contiguous())
+
+    def block(key: torch.Tensor, value: torch.Tensor, is_causal: bool) -> Any:
+        return call.func(**{**given, "key": key, "value": value, "is_causal": is_causal})
+
+    if call.is_backward:
+        rest = [None] * (len(call.results) - 3)
+        return *backward_over_ring(*ring, causal, given["query"], *own, block), *rest
+    first, out, sums = forward_over_ring(*ring, causal, *own, lambda *args: call.returned(block(*args)))
+    results = [first.given[name] for name in call.results]
+    return out, sums.view_as(results[1]), *results[2:]

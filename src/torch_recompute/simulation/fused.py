@@ -473,9 +473,9 @@ class _KnownPart(NamedTuple):
 
 
 @functools.cache
-def class_with(kind: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
-    """A subclass of a class of modules, under its name, with another forward."""
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+def class_with(kind: type[nn.Module], forward: Callable[..., Any], **more: Any) -> type[nn.Module]:
+    """A subclass of a class of modules, under its name, with another forward and `more` attributes."""
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__, **more})
 
 
 def _norm_of(part: _KnownPart) -> Callable[..., Any] | None:

@@ -14,6 +14,8 @@ backward is called with what the ring has merged.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -45,14 +47,36 @@ def over_ring(
     return cast("torch.Tensor", _Ring.apply(group, size, kwargs, q, k, v))
 
 
-class _AttentionCall(NamedTuple):
+class AttentionCall(NamedTuple):
     """One call of a kernel: its arguments and results by name."""
 
     func: Any
     given: dict[str, Any]
 
+    @staticmethod
+    def of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> AttentionCall:
+        """Names the arguments of a call."""
+        schema = schema_of(func)
+        given = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+        return AttentionCall(func, given | {a.name: x for a, x in zip(schema.arguments, args, strict=False)} | kwargs)
+
+    def returned(self, result: Sequence[Any]) -> AttentionCall:
+        """The same with what it has returned."""
+        return self._replace(given=self.given | dict(zip(self.results, result, strict=True)))
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it is that of a backward."""
+        return schema_of(self.func).name.endswith("_backward")
+
+    @property
+    def results(self) -> list[str]:
+        """The names of what it returns, in order."""
+        return [result.name for result in schema_of(self.func).returns]
+
     @property
     def out(self) -> torch.Tensor:
+        """The result of attention."""
         return self.given["output"]
 
     @property
@@ -78,15 +102,12 @@ class _AttentionCall(NamedTuple):
 class _Seeing(TorchDispatchMode):
     """Sees the kernel that attention takes."""
 
-    seen: _AttentionCall | None = None
+    seen: AttentionCall | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        schema = schema_of(func)
-        if "scaled_dot_product" in schema.name and isinstance(result, tuple):
-            given = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
-            given |= {a.name: value for a, value in zip(schema.arguments, args, strict=False)} | (kwargs or {})
-            self.seen = _AttentionCall(func, given | {r.name: x for r, x in zip(schema.returns, result, strict=True)})
+        if "scaled_dot_product" in schema_of(func).name and isinstance(result, tuple):
+            self.seen = AttentionCall.of(func, args, kwargs or {}).returned(result)
         return result
 
 
@@ -94,15 +115,16 @@ def _nothing(_: Any) -> Any:
     return None
 
 
-def _block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: dict[str, Any]) -> _AttentionCall:
+def _block(q: torch.Tensor, how: dict[str, Any], k: torch.Tensor, v: torch.Tensor, is_causal: bool) -> AttentionCall:
     """Attention to one block, of which autograd keeps nothing."""
+    causally: dict[str, Any] = {**how, "is_causal": is_causal}
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))  # so that the kernel gives its log-sum-exp
     with (
         torch.enable_grad(),
         _Seeing() as seeing,
         torch.autograd.graph.saved_tensors_hooks(_nothing, _nothing),
     ):
-        F.scaled_dot_product_attention(q, k, v, **how)
+        F.scaled_dot_product_attention(q, k, v, **causally)
     if seeing.seen is None or "output" not in seeing.seen.given:
         raise errors.ArgumentError(
             "--cp-kind ring: no kernel that gives the log-sum-exp takes this attention, and parts of attention are "
@@ -124,34 +146,81 @@ def _split(buffer: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch
     return [part.view(x.shape) for part, x in zip(buffer.split([k.numel(), v.numel()]), (k, v), strict=True)]
 
 
+def forward_over_ring(
+    group: str, size: int, causal: bool, k: torch.Tensor, v: torch.Tensor, block: Callable[..., AttentionCall]
+) -> tuple[AttentionCall, torch.Tensor, torch.Tensor]:
+    """Calls a kernel for each block of keys and values; returns its first call, and what is merged of all of them.
+
+    Args:
+        group: The ranks.
+        size: How many there are.
+        causal: Whether attention is.
+        k: This rank's keys, in one piece.
+        v: Its values.
+        block: Calls the kernel for keys, values and whether it is causal.
+    """
+    key, value, sent, got = k, v, None, None
+    first = out = sums = cast("Any", None)
+    for step in range(size):
+        if step:
+            key, value = _split(cast("torch.Tensor", got), k, v)
+        sent = got = None
+        if step < size - 1:
+            sent = torch.cat([key.flatten(), value.flatten()])
+            got = _passed_on(sent, group)
+        if step == 0:
+            first = block(key, value, causal)
+            out, sums = first.out.float(), first.sums.float()
+            continue
+        part = block(_half(key, causal), _half(value, causal), False)
+        out, sums = _merged(out, sums, part.out.float(), part.sums.float())
+        del part
+    del sent, got, key, value
+    return first, out.to(first.out.dtype), sums.to(first.sums.dtype)
+
+
+def backward_over_ring(
+    group: str,
+    size: int,
+    causal: bool,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    block: Callable[..., list[torch.Tensor]],
+) -> tuple[torch.Tensor, ...]:
+    """Calls the kernel of the backward for each block; returns the gradients of a rank's queries, keys and values."""
+    of_q, of_k, of_v = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
+    key, value, sent, got, on_its_way, followed = k, v, None, None, None, None
+    for step in range(size):
+        if step:
+            key, value = _split(cast("torch.Tensor", got), k, v)
+        sent = got = None
+        if step < size - 1:
+            sent = torch.cat([key.flatten(), value.flatten()])
+            got = _passed_on(sent, group)
+        parts = block(*(_half(x, causal and step > 0) for x in (key, value)), causal and step == 0)
+        if step:
+            of_k, of_v = _split(cast("torch.Tensor", followed), k, v)
+        on_its_way = followed = None
+        of_k, of_v = (_added(x, _grouped(y, x), causal and step > 0) for x, y in ((of_k, parts[1]), (of_v, parts[2])))
+        on_its_way = torch.cat([of_k.flatten(), of_v.flatten()])
+        followed = _passed_on(on_its_way, group)
+        of_q += parts[0][..., : q.shape[-1]]
+        del parts
+    del sent, got, on_its_way, key, value
+    of_k, of_v = _split(cast("torch.Tensor", followed).to(k.dtype), k, v)
+    return of_q.to(q.dtype), of_k, of_v
+
+
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, group: str, size: int, how: dict[str, Any], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
-        causal = bool(how.get("is_causal"))
-        key, value = own = k.contiguous(), v.contiguous()
-        out = sums = sent = got = None
-        kernel = width = cast("Any", None)
-        for step in range(size):
-            if step:
-                key, value = _split(cast("torch.Tensor", got), *own)
-            sent = got = None
-            if step < size - 1:
-                sent = torch.cat([key.flatten(), value.flatten()])
-                got = _passed_on(sent, group)
-            if step == 0:
-                kernel = _block(q, key, value, how)
-                out, sums = kernel.out.float(), kernel.sums.float()
-                width = kernel.out.dtype, kernel.sums.dtype, kernel.given
-                continue
-            part = _block(q, _half(key, causal), _half(value, causal), {**how, "is_causal": False})
-            out, sums = _merged(cast("Any", out), cast("Any", sums), part.out.float(), part.sums.float())
-            del part
-        del sent, got, key, value
-        dtype, of_sums, given = width
-        out, sums = cast("torch.Tensor", out).to(dtype), cast("torch.Tensor", sums).to(of_sums)
-        ctx.how, ctx.func = (group, size, causal), kernel.func
+        own, causal = (k.contiguous(), v.contiguous()), bool(how.get("is_causal"))
+        first, out, sums = forward_over_ring(group, size, causal, *own, partial(_block, q, how))
+        given = first.given
+        ctx.how, ctx.func = (group, size, causal), first.func
         ctx.given = {n: x for n, x in given.items() if not isinstance(x, torch.Tensor)}
         ctx.small = [n for n, x in given.items() if isinstance(x, torch.Tensor) and x.numel() < 8 and n != "output"]
         ctx.save_for_backward(q, *own, out, sums, *(given[n] for n in ctx.small))
@@ -160,35 +229,16 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         q, k, v, out, sums, *small = ctx.saved_tensors
-        group, size, causal = ctx.how
         grad = F.pad(grads[0], (0, out.shape[-1] - grads[0].shape[-1])) if out.shape != grads[0].shape else grads[0]
-        of_q, of_k, of_v = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
-        given = {**ctx.given, **dict(zip(ctx.small, small, strict=True))}
+        call = AttentionCall(ctx.func, {**ctx.given, **dict(zip(ctx.small, small, strict=True))})
         flat = sums.squeeze(-1) if sums.shape[-1] == 1 else sums
-        key, value, sent, got, on_its_way, followed = k, v, None, None, None, None
-        for step in range(size):
-            if step:
-                key, value = _split(cast("torch.Tensor", got), k, v)
-            sent = got = None
-            if step < size - 1:
-                sent = torch.cat([key.flatten(), value.flatten()])
-                got = _passed_on(sent, group)
-            halves = [_half(x, causal and step > 0) for x in (key, value)]
-            seen = {"is_causal": causal and step == 0, "query": q, "key": halves[0], "value": halves[1], "output": out}
-            parts = _AttentionCall(ctx.func, given).gradients(grad, **seen, logsumexp=flat, log_sumexp=flat)
-            if step:
-                of_k, of_v = _split(cast("torch.Tensor", followed), k, v)
-            on_its_way = followed = None
-            of_k, of_v = (
-                _added(x, _grouped(y, x), causal and step > 0) for x, y in ((of_k, parts[1]), (of_v, parts[2]))
-            )
-            on_its_way = torch.cat([of_k.flatten(), of_v.flatten()])
-            followed = _passed_on(on_its_way, group)
-            of_q += parts[0][..., : q.shape[-1]]
-            del parts, halves, seen
-        del sent, got, on_its_way, key, value
-        of_k, of_v = _split(cast("torch.Tensor", followed).to(k.dtype), k, v)
-        return None, None, None, of_q.to(q.dtype), of_k, of_v
+        seen = {"query": q, "output": out, "logsumexp": flat, "log_sumexp": flat}
+
+        def block(key: torch.Tensor, value: torch.Tensor, is_causal: bool) -> list[torch.Tensor]:
+            return call.gradients(grad, **seen, key=key, value=value, is_causal=is_causal)
+
+        group, size, causal = ctx.how
+        return None, None, None, *backward_over_ring(group, size, causal, q, k, v, block)
 
 
 def _merged(out: torch.Tensor, sums: torch.Tensor, part: torch.Tensor, of_part: torch.Tensor) -> Any:
