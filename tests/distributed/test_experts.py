@@ -19,6 +19,7 @@ from distributed.ranks import Ranks as Processes
 from support.training import mean_square, peak_on_ranks
 from torch_recompute import Choice, Plan, Ranks, apply, measure
 from torch_recompute.memory.loop import Loop
+from torch_recompute.planner.tensor_parallel import add_collectives
 from torch_recompute.simulation.step import simulate_step
 from torch_recompute.training_step import TrainingStep
 
@@ -56,11 +57,11 @@ class AllToAll(torch.autograd.Function):
 class Experts(nn.Module):
     """Experts stacked as those of transformers are, which loop over those that are asked."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, inner: int = INNER) -> None:
         super().__init__()
         self.num_experts = count
-        self.gate_up_proj = nn.Parameter(torch.randn(count, 2 * INNER, WIDTH) / 8)
-        self.down_proj = nn.Parameter(torch.randn(count, WIDTH, INNER) / 8)
+        self.gate_up_proj = nn.Parameter(torch.randn(count, 2 * inner, WIDTH) / 8)
+        self.down_proj = nn.Parameter(torch.randn(count, WIDTH, inner) / 8)
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> Any:
         rows = torch.arange(top_k_index.numel()) // top_k_index.shape[1]
@@ -76,9 +77,9 @@ class Experts(nn.Module):
 class Shared(Experts):
     """The experts of one rank."""
 
-    def __init__(self, skew: bool) -> None:
-        size, rank, rows = dist.get_world_size(group()), dist.get_rank(group()), TOKENS * CHOSEN
-        super().__init__(EXPERTS // size)
+    def __init__(self, skew: bool, rows: int = TOKENS * CHOSEN, inner: int = INNER) -> None:
+        size, rank = dist.get_world_size(group()), dist.get_rank(group())
+        super().__init__(EXPERTS // size, inner)
         self.to = skewed(rows) if skew else [rows // size] * size
         self.of = [self.to[rank]] * size
 
@@ -105,10 +106,38 @@ class Mixture(nn.Module):
         return self.experts(flat, index, weights).view(x.shape)
 
 
+class Tokens(torch.autograd.Function):
+    """Gathers the tokens of ranks that share each expert, or adds up their results and gives each rank its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any, gather: bool) -> torch.Tensor:
+        ctx.how = group, gather
+        flat = x.reshape(-1, WIDTH)
+        if gather:
+            return functional.wait_tensor(functional.all_gather_tensor(flat, 0, group)).unsqueeze(0)
+        return functional.wait_tensor(functional.reduce_scatter_tensor(flat, "sum", 0, group)).unsqueeze(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        group, gather = ctx.how
+        return Tokens.forward(ctx, grad, group, not gather), None, None
+
+
+class SharedByFew(Mixture):
+    """A mixture on ranks of tensor parallelism of which fewer share each expert."""
+
+    def __init__(self, experts: nn.Module, group: Any) -> None:
+        super().__init__(experts)
+        self.group = group
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Tokens.apply(super().forward(Tokens.apply(x, self.group, True)), self.group, False)
+
+
 class Layer(nn.Module):
-    def __init__(self, experts: nn.Module) -> None:
+    def __init__(self, experts: nn.Module, group: Any = None) -> None:
         super().__init__()
-        self.norm, self.mlp = nn.LayerNorm(WIDTH), Mixture(experts)
+        self.norm, self.mlp = nn.LayerNorm(WIDTH), Mixture(experts) if group is None else SharedByFew(experts, group)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.mlp(self.norm(x))
@@ -177,4 +206,37 @@ def sharded_peaks(ep: int) -> dict[str, list[int]]:
 def test_the_peak_of_experts_that_are_sharded_too(ranks: Processes, ep: int) -> None:
     """Experts are sharded over the ranks that have the same ones, all else over all ranks; the peak is predicted."""
     found, *_ = Processes(ranks._pool, 4).run(sharded_peaks, ep)
+    assert {name: peak for name, (peak, _) in found.items()} == {name: peak for name, (_, peak) in found.items()}
+
+
+def peaks_of_few(ep: int) -> dict[str, list[int]]:
+    """The peaks of layers on four ranks that share the tokens, of which two share each expert."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("share", "expert"))
+    few, ranks = mesh["expert"].get_group(), Ranks(tp=4, sequence_parallel=True, etp=2, ep=ep, zero=0)
+    x, found = torch.randn(1, TOKENS // 4, WIDTH), dict[str, list[int]]()
+    GROUP.append(mesh["share"].get_group())
+
+    def measured_once(plan: Plan) -> int:
+        slices = (
+            Shared(False, 2 * x.shape[1] * CHOSEN, INNER // 2) if ep > 1 else Experts(EXPERTS, INNER // 2)
+            for _ in range(DEPTH)
+        )
+        return peak_on_ranks(nn.Sequential(*(Layer(experts, few) for experts in slices)), plan, x)
+
+    for name, plan in PLANS.items():
+        model = nn.Sequential(*(Layer(Experts(EXPERTS, INNER // 2)) for _ in range(DEPTH)))
+        layers = [*map(str, range(DEPTH))]
+        add_collectives(model, layers, set(), 4, True, [f"{layer}.mlp.experts" for layer in layers], 2)
+        step = TrainingStep(model, (x,), {}, mean_square, torch.optim.SGD, loop=Loop(hold_output=False), ranks=ranks)
+        simulated = simulate_step(step, prepare=partial(apply, plan=plan))
+        assert "experts" in simulated.peak.module
+        found[name] = [min(measured_once(plan) for _ in range(3)), simulated.peak_bytes]
+    GROUP.clear()
+    return found
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_the_peak_of_experts_that_fewer_ranks_share(ranks: Processes, ep: int) -> None:
+    """Of four ranks of tensor parallelism two share each expert and take both tokens; the peak is predicted."""
+    found, *_ = Processes(ranks._pool, 4).run(peaks_of_few, ep)
     assert {name: peak for name, (peak, _) in found.items()} == {name: peak for name, (_, peak) in found.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ import torch
 from support.headed import TOKENS, batch, cross_entropy, model
 from torch_recompute import BudgetError, errors, make_plan, simulate
 from torch_recompute.memory.loop import Loop
-from torch_recompute.planner.alternatives import Alternative, alternatives, held_by, in_words
+from torch_recompute.plan.ranks import Ranks
+from torch_recompute.planner.alternatives import Alternative, alternatives, held_by, in_words, on_more_ranks
+from torch_recompute.planner.layout import Layout, LayoutPlanner, LayoutRanks
 from torch_recompute.planner.planner import Planner
 from torch_recompute.planner.states import Stated
 from torch_recompute.training_step import OPTIMIZERS, TrainingStep
@@ -121,3 +124,25 @@ def test_what_holds_a_peak() -> None:
     assert held_by(result).startswith(f"{errors.size(loss)} loss, ")
     assert f"{errors.size(states)} states, {errors.size(weights)} weights" in held_by(result)
     assert held_by(result).endswith(f"in {result.peak.phase}")
+
+
+def test_more_ranks_have_the_peak_of_a_step_on_them() -> None:
+    """Twice as many ranks of a kind need what a step on them does; those that cannot share the model are left out."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=4, head_dim=8)
+    with torch.device("meta"):
+        llama = transformers.LlamaForCausalLM(config)
+
+    def words(ranks: Ranks, batch: int) -> tuple[Any, ...]:
+        return llama, "MODEL", Layout(ranks, batch=batch), 32, "adamw", "cpu"
+
+    own = Ranks(tp=4, pp=2, dp=2)
+    planner = LayoutPlanner(*words(own, 8))
+    found = on_more_ranks(planner)
+    assert found == sorted(found, key=lambda one: one.peak_bytes)
+    assert {one.option for one in found} == {"--pp 4", "--dp 4"}  # of heads of keys there are 4
+    for one in found:
+        ranks = replace(own, **eval(f"dict({one.keyword.removeprefix('Ranks(')}"))
+        again = LayoutRanks(*words(ranks, 8 * ranks.dp // own.dp)).under(planner.least_plan)
+        assert one.peak_bytes == max(rank.peak_bytes for rank in again) < planner.least_bytes
