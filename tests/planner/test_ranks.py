@@ -274,13 +274,10 @@ def planned(pp: int, vpp: int) -> LayoutPlanner:
     return LayoutPlanner(built(), "MODEL", Layout(Ranks(pp=pp, vpp=vpp), batch=2 * pp), TOKENS, "none", "cpu")
 
 
-@pytest.mark.parametrize("share", ["1TiB", "30%"], ids=["no region", "30%"])
-@pytest.mark.parametrize(("vpp", "number"), [(1, 0), (1, 1), (2, 0), (2, 1)])
-def test_the_peak_of_a_rank_that_runs(vpp: int, number: int, share: str) -> None:
-    """A rank planned for this CPU, whose actions run here in the order of its schedule, has the predicted peak."""
-    planner = planned(2, vpp)
-    plan = planner.plans(share)[number]
-    model: Any = built(device="cpu")
+def ran(planner: LayoutPlanner, plan: RankPlan) -> int:
+    """The measured peak of a rank that is planned for this CPU, whose actions run here in their order."""
+    number, sizes = plan.rank, planner.step.model.config
+    model: Any = built(device="cpu", vocab_size=sizes.vocab_size, intermediate_size=sizes.intermediate_size)
     held = nn.ParameterList(model.get_parameter(name) for name in planner.pipeline.ranks[number].parameters)
     for parameter in held:
         parameter.grad = torch.zeros_like(parameter)
@@ -292,7 +289,33 @@ def test_the_peak_of_a_rank_that_runs(vpp: int, number: int, share: str) -> None
         for action in planner.pipeline.pipeline.orders[number]:
             stages.run(action)
     handle.remove()
-    assert memory.peak_bytes + 4 * (number == 1) == plan.peak_bytes  # the loss, which is let go of here
+    return memory.peak_bytes + 4 * (number == 1)  # the loss, which is let go of here
+
+
+@pytest.mark.parametrize("share", ["1TiB", "30%"], ids=["no region", "30%"])
+@pytest.mark.parametrize(("vpp", "number"), [(1, 0), (1, 1), (2, 0), (2, 1)])
+def test_the_peak_of_a_rank_that_runs(vpp: int, number: int, share: str) -> None:
+    """A rank planned for this CPU, whose actions run here in the order of its schedule, has the predicted peak."""
+    planner = planned(2, vpp)
+    plan = planner.plans(share)[number]
+    assert ran(planner, plan) == plan.peak_bytes
+
+
+@pytest.mark.parametrize(("vocab", "part"), [(4096, "lm_head"), (1024, "model.layers.3.mlp")])
+@pytest.mark.parametrize("vpp", [1, 2])
+def test_the_peak_of_a_rank_with_tiles(vpp: int, vocab: int, part: str) -> None:
+    """The head with its loss, or MLPs, in tiles lower the peak of a pipeline's rank; each rank runs as predicted."""
+    wide = built(vocab_size=vocab, intermediate_size=512)
+    how: Any = wide, "MODEL", Layout(Ranks(pp=2, vpp=vpp), batch=4), TOKENS, "none", "cpu"
+    plan, planner = plan_of("full", wide), LayoutPlanner(*how)
+    whole, tiled = (LayoutRanks(*how, leave=Leave(tiles=tiles)).configured("full", plan) for tiles in (False, True))
+    assert not whole.tiled
+    assert any(part.rpartition(".")[2] in words.replace("MLP", "mlp") for words in tiled.tiled)
+    assert any((part,) == choice.paths for choice in tiled.ranks[1].plan if choice.tiles)
+    for before, one in zip(whole.ranks, tiled.ranks, strict=True):
+        assert ran(planner, one) == one.peak_bytes
+        assert ran(planner, before) == before.peak_bytes
+    assert tiled.ranks[1].peak_bytes < whole.ranks[1].peak_bytes
 
 
 class Stages:
@@ -328,7 +351,9 @@ class Stages:
             x = body.layers[layer](x, attention_mask=None, position_embeddings=position)
         if layers[-1] == self._last:
             logits = self._model.lm_head(body.norm(x))
-            return given, self._model.loss_function(logits=logits, labels=self._ids, vocab_size=SIZES["vocab_size"])
+            return given, self._model.loss_function(
+                logits=logits, labels=self._ids, vocab_size=self._model.config.vocab_size
+            )
         return given, x
 
 

@@ -1399,6 +1399,9 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     # steps over ranks
     lambda: plans("gpt2-xl", "--frontier", "--plot", "a.png", "--pp", "2"),
     lambda: plans("gpt2-xl", "--budget", "1GiB", "--tiles", "--pp", "2"),
+    lambda: plans("gpt2-xl", "--budget", "1GiB", "--tiles", "--tp", "2"),
+    lambda: plans("gpt2-xl", "--budget", "1GiB", "--tiles", "--pp", "2", "--fsdp", "2"),
+    lambda: plans("gpt2-xl", "--budget", "1GiB", "--optimizer-in-backward", "--dp", "2"),
     lambda: plans("gpt2-xl", "--budget", "1GiB", "--host-bandwidth", "50GB"),
     lambda: plans("gpt2-xl", "--budget", "1GiB", "--offload", "--host-bandwidth", "fast"),
     lambda: Ranks(zero=4),

@@ -323,7 +323,13 @@ def _check_in_backward(args: argparse.Namespace, ranks: Ranks) -> None:
     if not getattr(args, "set_to_none", True):
         raise errors.ArgumentError(goes_without(option, "--no-set-to-none", "gradients are freed in backward"))
     if ranks.pp > 1:
-        raise errors.ArgumentError(goes_without(option, "--pp", f"a pipeline has several microbatches; {several}"))
+        why = (
+            "gradients of its microbatches are added up, and are there until the last one's backward: no peak is lower"
+        )
+        raise errors.ArgumentError(goes_without(option, "--pp", why))
+    if ranks != ALONE and not ranks.fully_sharded:
+        why = "their optimizer is Megatron's, which keeps gradients in buffers"
+        raise errors.ArgumentError(goes_without(option, "ranks without --fsdp", why))
     if ranks.fully_sharded and Layout(ranks, args.mbs or 1, args.batch).microbatches > 1:
         what = f"--batch {args.batch}"
         raise errors.ArgumentError(goes_without(option, what, f"that is several microbatches (--mbs); {several}"))
@@ -350,7 +356,7 @@ def lora_of(args: argparse.Namespace) -> Lora | None:
             goes_without("--base bf16", f"--dtype {args.dtype}", "it is the type of the weights")
         )
     if getattr(args, "tp", None) not in (None, 1):
-        why = "how tensor-parallel ranks share adapters is not planned"
+        why = "a slice of a layer has collectives for its products, and none for adapters. --fsdp and --pp need none"
         raise errors.ArgumentError(goes_without("--lora", "--tp", why))
     if (getattr(args, "layers", None) or LAYERS[0]) != LAYERS[0]:
         why = "its kernels take a layer's weights without adapters"

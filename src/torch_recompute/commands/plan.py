@@ -33,7 +33,6 @@ from ..plan.ranks import KINDS_OF_CP, Ranks
 from ..planner.alternatives import LEAN_OPTIMIZERS, Alternative, alternatives, held_by, in_words, on_more_ranks
 from ..planner.configurations import PEAK_WORDS, configurations, peaks_of, stated
 from ..planner.layout import (
-    ConfiguredLayout,
     Layout,
     LayoutPlanner,
     LayoutRanks,
@@ -547,7 +546,7 @@ def _layout_of(args: argparse.Namespace) -> Layout | None:
     if args.plot is not None:
         raise errors.ArgumentError(goes_without("--plot", option, "its picture is of one device's curve"))
     if args.tiles:
-        raise errors.ArgumentError(goes_without("--tiles", option, "plans of a pipeline have no tiles of tokens"))
+        _check_tiles(args, ranks, option)
     loop = {"--no-hold-output": args.hold_output, "--accumulate": args.accumulate == 1}
     loop |= {"--no-set-to-none": args.set_to_none, "--autocast": args.autocast is None}
     changed = next((word for word, is_default in loop.items() if not is_default), None)
@@ -568,6 +567,21 @@ def _layout_of(args: argparse.Namespace) -> Layout | None:
         why = f"of ranks, whose optimizer is Megatron's, are planned {', '.join(RANK_OPTIMIZERS)}"
         raise errors.ArgumentError(goes_without(f"--optimizer {args.optimizer}", option, why))
     return Layout(ranks, args.mbs or 1, args.batch)
+
+
+def _check_tiles(args: argparse.Namespace, ranks: Ranks, option: str) -> None:
+    """Refuses tiles of tokens on ranks that cannot have them, or whose tiles would have to be searched for."""
+    if ranks.tp > 1:
+        why = "ranks that share a product make their collectives for all tokens at once"
+        raise errors.ArgumentError(goes_without("--tiles", "--tp", why))
+    if ranks.fully_sharded:
+        why = "torch's pipeline makes the loss outside of its last stage, which then returns all logits"
+        raise errors.ArgumentError(goes_without("--tiles", "--fsdp with --pp", why))
+    if args.recompute is None:
+        raise errors.ArgumentError(
+            f"--tiles with {option}: what is in tiles is not searched for on each rank. State it: --recompute full "
+            "--tiles, or leave --tiles out."
+        )
 
 
 class _OnRanks:
@@ -684,7 +698,7 @@ def _show_rank_peaks(asked: _OnRanks) -> int:
     models.check_regions(asked.layers, plans)
     plans = stated(plans, models.leave_of(asked.args), "--")
     with asked.output.at_work(f"simulating {asked.args.model} on {asked.layout}"):
-        found = [ConfiguredLayout(name, asked.layout, ranks.under(plan)) for name, plan in plans.items()]
+        found = [ranks.configured(name, plan) for name, plan in plans.items()]
 
     def show(console: Console) -> None:
         for line in configured(found):

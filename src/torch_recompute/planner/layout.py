@@ -31,9 +31,10 @@ from ..devices import Device
 from ..memory.budget import Limit
 from ..memory.loop import Loop
 from ..memory.measurement import weights_of
+from ..plan.apply import apply
 from ..plan.plan import Plan
 from ..plan.ranks import Ranks
-from ..simulation.step import where_it_runs
+from ..simulation.step import simulate_step, where_it_runs
 from ..training_step import OPTIMIZERS, TrainingStep, any_loss
 from .configurations import NO_WAITS, PEAK_WORDS, made_of, parts_as_data
 from .hosts import NO_LEAVE, Leave
@@ -45,6 +46,7 @@ from .sent import Sent, between, sent, together
 from .stage_runs import StageRun
 from .states import Stated, new_states, trained, update
 from .tensor_parallel import check_divides, rank_model
+from .tiling import tiled
 
 USUALLY, MEGATRONS = Stated(), "fp32-master"
 NUMBERS = (1e-3, 0.9, 0.999, 1e-8, 0.01, 1)  # of AdamW's step, on which no memory depends
@@ -177,11 +179,13 @@ class ConfiguredLayout:
         name: The configuration, as it was written.
         layout: How the step is spread.
         ranks: Those of the pipeline.
+        tiled: What is made in tiles of tokens, or why nothing is; where tiles are allowed.
     """
 
     name: str
     layout: Layout
     ranks: Sequence[RankPlan]
+    tiled: tuple[str, ...] = ()
 
     @property
     def fullest(self) -> RankPlan:
@@ -209,6 +213,7 @@ class ConfiguredLayout:
             "step_seconds": self.step_seconds,
             "replay_seconds": self.replay_seconds,
             "ranks": [rank.as_data() for rank in self.ranks],
+            **({"tiled": list(self.tiled)} if self.tiled else {}),
         }
 
 
@@ -231,6 +236,7 @@ def configured(steps: Sequence[ConfiguredLayout]) -> Iterator[str]:
         others = (f"rank {rank.rank} {errors.size(rank.peak_bytes)}" for rank in one.ranks if rank is not one.fullest)
         if len(one.ranks) > 1:
             yield f"  the others: {', '.join(others)}"
+        yield from (f"in tiles, with {one.name}: {words}" for words in one.tiled)
     if any(choice.store == "host" for one in steps for rank in one.ranks for choice in rank.plan):
         yield ": ".join(NO_WAITS)
 
@@ -343,6 +349,14 @@ class LayoutRanks:
         model, word, device = self._of
         optimizer, kept = self._optimizer
         return LayoutRanks(model, word, layout, self.tokens, optimizer, device, kept, self.leave)
+
+    def configured(self, name: str, plan: Plan) -> ConfiguredLayout:
+        """The ranks under a configuration that is stated, in as many tiles as a rank with all layers would have."""
+        words: tuple[str, ...] = ()
+        if self.leave.tiles:
+            step = dataclasses.replace(self.step, loop=Loop(hold_output=False, set_to_none=False))  # as in buffers
+            plan, words = tiled(step, plan, simulate_step(step, prepare=partial(apply, plan=plan)))
+        return ConfiguredLayout(name, self.layout, self.under(plan), words)
 
     def under(self, plan: Plan) -> list[RankPlan]:
         """Each rank under a plan that is stated, without a prediction."""

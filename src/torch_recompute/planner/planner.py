@@ -516,7 +516,7 @@ class Planner:
         self, path: str, call: SegmentCall, found: SegmentRecord, options: Sequence[Option]
     ) -> Iterator[Option]:
         """The options of one segment with an MLP in tiles: each of the others, with a region of its own for it."""
-        plain = attempt(call, [], self._captured.pretend)
+        plain = attempt(call, [], self._captured.pretend, frees=self._loop.frees_gradients)
         forward = sum(node.seconds for node in found.graph(self._replayed).nodes)
         for mlp in (relative(mlp, path) for mlp in self._tiling.mlps if inside(mlp, path) and mlp != path):
             tile = Choice((mlp,), tiles=self._tiling.tiles)
