@@ -13,6 +13,7 @@ per token, which knows nothing of what the loss or a kernel holds.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -56,7 +57,7 @@ class Batches(Lengths):
 
 
 @dataclass
-class Search:
+class Search(ABC):
     """The search for the most that a budget holds.
 
     Attributes:
@@ -91,6 +92,40 @@ class Search:
                 '  Write bytes, such as budget="80GB", or "fit".'
             )
         return asked
+
+    def _planned(self, start: int, plan: Plan, allowed: Limit) -> Any:
+        """Searches from a length, under the plan that keeps the least there; returns plans for the most that fits.
+
+        Raises:
+            BudgetError: Not one token, or not one item, fits.
+        """
+        for _ in range(ROUNDS):
+            before = self.best
+            self.search(partial(self._peak, plan, start), allowed, start)
+            if self.best <= before * (1 + 4 / FINE):
+                break
+            start = self.best
+            plan = self._least_plan(start)
+        while True:
+            lengths = self.lengths()
+            try:
+                return self._plans(lengths, allowed)
+            except errors.BudgetError:  # the least plan of this length itself may need a little more
+                if self.best <= self.grain:
+                    raise
+                self.less()
+
+    @abstractmethod
+    def _peak(self, plan: Plan, made_at: int, length: int) -> Peak:
+        """The peak of a length under a plan that was made at another."""
+
+    @abstractmethod
+    def _least_plan(self, length: int) -> Plan:
+        """The plan with which a length needs the least."""
+
+    @abstractmethod
+    def _plans(self, lengths: Sequence[int], allowed: Limit) -> Any:
+        """The plans of some lengths within a budget."""
 
     def search(self, peak_of: Callable[[int], Peak], allowed: int, length: int) -> None:
         """Raises `best` as far as the budget goes, from some length."""
@@ -171,29 +206,21 @@ class LongestOnRanks(Search):
         planner = self.make(LayoutPlanner, start)
         allowed = bytes_meant(asked, lambda: 0, planner.plain_bytes, None)
         self.grain = 1 if self.batch else planner.layout.ranks.divides_tokens
-        plan = planner.planner.leanest
-        for _ in range(ROUNDS):
-            before = self.best
-            self.search(partial(self._fullest, plan), allowed, before or start)
-            if self.best <= before * (1 + 4 / FINE):
-                break
-            plan = self.make(LayoutPlanner, self.best).least_plan
-        while True:
-            lengths = self.lengths()
-            try:
-                found = [self.make(LayoutPlanner, length).plans(self.budget) for length in reversed(lengths)]
-                return [*zip(lengths, reversed(found), strict=True)]
-            except errors.BudgetError:
-                if self.best <= self.grain:
-                    raise
-                self.less()
+        return self._planned(start, planner.planner.leanest, allowed)
 
-    def _fullest(self, plan: Plan, length: int) -> Peak:
+    def _peak(self, plan: Plan, made_at: int, length: int) -> Peak:
         ranks = self.make(LayoutRanks, length).under(plan)
         fullest = max(ranks, key=lambda rank: rank.peak_bytes)
         parts = sorted(fullest.made_of.items(), key=lambda part: -part[1])
         held = listed([f"{errors.size(nbytes)} {name}" for name, nbytes in parts if 100 * nbytes >= fullest.peak_bytes])
         return fullest.peak_bytes, f"{held}, on rank {fullest.rank} {fullest.where}"
+
+    def _least_plan(self, length: int) -> Plan:
+        return self.make(LayoutPlanner, length).least_plan
+
+    def _plans(self, lengths: Sequence[int], allowed: Limit) -> list[tuple[int, Sequence[RankPlan]]]:
+        found = [self.make(LayoutPlanner, length).plans(self.budget) for length in reversed(lengths)]
+        return [*zip(lengths, reversed(found), strict=True)]
 
 
 class Longest(Search):
@@ -223,33 +250,27 @@ class Longest(Search):
             ArgumentError: The budget is a share, or it cannot be told where the sequence is.
         """
         asked = self.asked()
-        calls = (Batches if self.batch else Lengths)(parameters(self.step.model), *self.step.call)
-        planner = Planner(self._step(calls(calls.length)), leave=self.leave)
+        calls = self._calls = (Batches if self.batch else Lengths)(parameters(self.step.model), *self.step.call)
+        planner = self._planner(calls.length)
         free = partial(free_bytes, self.step.model, planner.plain.device, self.step.optimizer, self.step.call)
         allowed = bytes_meant(asked, lambda: 0, planner.plain.peak_bytes, free)
-        start, plan = calls.length, planner.leanest  # the least peak may be the optimizer's, and then keeps more
-        for _ in range(ROUNDS):
-            before = self.best
-            self.search(partial(self._peak, calls, plan, start), allowed, start)
-            if self.best <= before * (1 + 4 / FINE):
-                break
-            start = self.best
-            plan = Planner(self._step(calls(start)), leave=self.leave).least_plan
-        while True:
-            found = [calls(length) for length in self.lengths()]
-            try:
-                return plan_calls(self.step, found, allowed, self.leave)
-            except errors.BudgetError:  # the least plan of this length itself may need a little more
-                if self.best == 1:
-                    raise
-                self.less()
+        # The least peak may be the optimizer's, and then keeps more.
+        return self._planned(calls.length, planner.leanest, allowed)
+
+    def _planner(self, length: int) -> Planner:
+        return Planner(self._step(self._calls(length)), leave=self.leave)
+
+    def _least_plan(self, length: int) -> Plan:
+        return self._planner(length).least_plan
+
+    def _plans(self, lengths: Sequence[int], allowed: Limit) -> Plan:
+        return plan_calls(self.step, [self._calls(length) for length in lengths], allowed, self.leave)
 
     def _step(self, call: Call) -> TrainingStep:
         return replace(self.step, args=call[0], kwargs=call[1])
 
-    def _peak(self, calls: Lengths, plan: Plan, made_at: int, length: int) -> Peak:
-        """The peak of a length with a plan, whose tiles are as large as at the length that it was made at."""
-        step = self._step(calls(length))
+    def _peak(self, plan: Plan, made_at: int, length: int) -> Peak:  # with tiles as large as where it was made
+        step = self._step(self._calls(length))
         tiles = (-(-choice.tiles * length // made_at) for choice in plan)
         plan = Plan(tuple(replace(choice, tiles=count) for choice, count in zip(plan, tiles, strict=True)))
         found = simulate_step(step, prepare=partial(apply, plan=plan, stores=stores_for(plan, step)))
