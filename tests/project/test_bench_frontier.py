@@ -221,6 +221,8 @@ def test_flops_that_are_not_known() -> None:
     event = SimpleNamespace(**{name: partial(seen.__getitem__, name) for name in seen})
     with pytest.raises(NotImplementedError, match="aten::convolution do not follow from what the profiler saw"):
         measuring._flops(event)
+    seen.update(name="aten::addmm", shapes=[[4], [2, 3], [3, 4], [], [], [2, 4]])  # compiled: the last is written to
+    assert measuring._flops(event) == 2 * 2 * 3 * 4
 
 
 def test_difference() -> None:

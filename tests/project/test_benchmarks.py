@@ -48,6 +48,25 @@ def test_one_round(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     assert {"torch", "python", "machine"} <= set(saved)
 
 
+def test_side_by_side(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each way has its row with a plan at its peak: the same gradients, no more bytes, no more FLOPs."""
+    for folder in ("", "peers"):
+        monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / folder))
+    import side_by_side
+
+    for name, value in {"LAYERS": 2, "WIDTH": 64, "TOKENS": 32, "BATCH": 2, "SHARES": ()}.items():
+        monkeypatch.setattr(side_by_side, name, value)
+    monkeypatch.setattr("_measure.RESULTS", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["", "--rounds", "1", "--models", "GPT", "--save", "figures"])
+    side_by_side.main()
+    plain, *ways = json.loads((tmp_path / "figures.json").read_text("utf-8"))["figures"]
+    assert [plain["plan"], len(ways)] == [None, 3]
+    for row in ways:
+        assert row["plan"]["peak_bytes"] <= (1 + side_by_side.SLACK) * row["peak_bytes"] < plain["peak_bytes"]
+        assert row["plan"]["replay_percent"] <= row["replay_percent"]
+        assert row["gradient_difference"] == row["plan"]["gradient_difference"] == 0
+
+
 LISTED = """torch (2.15.0)
 Available versions: 2.15.0, 2.14.1, 2.14.0, 2.13.0+cpu, 2.13.0, 2.11.0, 2.10.0, 1.13.1
   INSTALLED: 2.13.0+cpu

@@ -6,8 +6,10 @@ A peer that fails is left out with its error: compilers do not take every model.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+
+from torch import Tensor, nn
 
 from torch_recompute import Plan
 from torch_recompute.errors import BudgetError
@@ -28,10 +30,8 @@ SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 class _Run:
     """The comparison while it runs: points and the steps that they were measured on, side by side."""
 
-    def __init__(self, config: Config, tick: Callable[[str], None]) -> None:
-        self._config, self._tick = config, tick
-        size = config.layers, config.width, config.tokens, config.batch
-        self.model, self.batch = build(config.model, *size, config.dropout)
+    def __init__(self, model: nn.Module, batch: Tensor) -> None:
+        self.model, self.batch = model, batch
         self.steps: list[Step] = []
         self.points: list[Point] = []
         self._plain: Seen | None = None
@@ -70,7 +70,7 @@ class _Run:
             self.steps.append(self.steps[number])
         return len(self.points) - 1
 
-    def clock(self, pairs: list[tuple[int, int | None]]) -> list[list[float]]:
+    def clock(self, pairs: list[tuple[int, int | None]], rounds: int, tick: Callable[[], None]) -> list[list[float]]:
         """Seconds by point and round, the plain step's second turn last.
 
         A plan runs right after the peer that it is compared with, because the pace of a machine drifts.
@@ -78,7 +78,7 @@ class _Run:
         again = Step(self.model, self.batch, Way(PLAIN, "again"))
         beside = [self.steps[number] for pair in pairs for number in pair if number is not None]
         different = list(dict.fromkeys([self.steps[0], again, *beside, *self.steps]))
-        taken = dict(zip(different, clock(different, self._config.rounds, lambda: self._tick("timing")), strict=True))
+        taken = dict(zip(different, clock(different, rounds, tick), strict=True))
         return [taken[step] for step in [*self.steps, again]]
 
 
@@ -99,11 +99,28 @@ def run(config: Config, progress: Callable[[str], None] | None = None) -> Result
         What was seen.
     """
     config.check()
+    size = config.layers, config.width, config.tokens, config.batch
+    return compare(config, *build(config.model, *size, config.dropout), peers(config), SHARES, progress)
+
+
+def compare(
+    config: Config,
+    model: nn.Module,
+    batch: Tensor,
+    ways: Sequence[Way],
+    shares: Sequence[float] = (),
+    progress: Callable[[str], None] | None = None,
+    slack: float = 0.0,
+) -> Result:
+    """Compare some ways to run a step of a model, the plain one first, with our plans at shares and at their peaks.
+
+    A plan may be above a peak by a share of `slack`.
+    """
     tick = progress or _quiet
-    work = _Run(config, tick)
+    work = _Run(model, batch)
     others: list[int] = []
     failures: list[Failure] = []
-    for way in peers(config):
+    for way in ways:
         try:
             others.append(work.add(way))
         except Exception as error:  # a peer may raise what it likes, and the comparison goes on without it
@@ -115,7 +132,7 @@ def run(config: Config, progress: Callable[[str], None] | None = None) -> Result
         TrainingStep(work.model, (work.batch,), device=PRICES[config.price], loop=Loop(hold_output=False))
     )
     ours: list[int] = []
-    for share in SHARES:
+    for share in shares:
         ours.append(work.add_plan(OURS, f"{share:.0%}", planner.plan(share)))
         tick(f"{OURS} {share:.0%}")
     for failure in failures:
@@ -126,12 +143,12 @@ def run(config: Config, progress: Callable[[str], None] | None = None) -> Result
         point = work.points[peer]
         try:
             if point.peak_bytes not in plans:
-                plans[point.peak_bytes] = planner.plan(point.peak_bytes)
+                plans[point.peak_bytes] = planner.plan(int(point.peak_bytes * (1 + slack)))
             pairs.append((peer, work.add_plan(MATCHED, point.title, plans[point.peak_bytes])))
         except BudgetError:
             pairs.append((peer, None))
         tick(f"{MATCHED} {point.title}")
-    taken = work.clock(pairs)
+    taken = work.clock(pairs, config.rounds, lambda: tick("timing"))
     plain, again = taken[0], taken[-1]
     points = [
         replace(point, seconds=statistics.median(seconds), time_ratio=ratio(seconds, plain))

@@ -24,7 +24,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,10 +113,10 @@ def _flops(event: Any) -> int:
     formula: Any = flop_registry.get(operation)
     if formula is None or not name.startswith("aten::") or name in REPEATED:
         return 0
-    try:
-        return int(formula(*(shape for shape in shapes if shape)))  # numbers have none
-    except TypeError:  # it needs the other arguments, or the result
-        pass
+    tensors = [shape for shape in shapes if shape]  # numbers have none
+    for given in (tensors, tensors[:-1]):  # the last may be what compiled code lets it write to
+        with suppress(TypeError):  # it needs the other arguments, or the result
+            return int(formula(*given))
     values = zip(shapes, event.concrete_inputs(), strict=True)
     try:
         args = [torch.empty(shape, device="meta") if shape else value for shape, value in values]

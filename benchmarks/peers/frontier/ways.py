@@ -76,14 +76,14 @@ def peers(config: Config) -> list[Way]:
     statistics = sac_ilp.Statistics(partial(build, *size), PRICES[config.price])
     return [
         Way(PLAIN),
-        Way("torch checkpoint", "every layer", _checkpointed),
+        Way("torch checkpoint", "every layer", checkpointed),
         *(_ours_by_hand("uniform", k) for k in range(1, most + 1)),
         *(_ours_by_hand("block", k) for k in range(1, most + 1)),
         *(
             Way("selective", " ".join(labels), partial(_configured, recompute_granularity="selective", labels=labels))
             for labels in model.labels
         ),
-        Way("torch selective", "torchtitan's list", _selective),
+        Way("torch selective", "torchtitan's list", selective),
         *(
             Way(
                 "torch_remat",
@@ -98,7 +98,7 @@ def peers(config: Config) -> list[Way]:
         ),
         *(
             Way(family, f"{share:g}", prepare, partial(_budget, share))
-            for family, prepare in ((COMPILED, _compiled), (COMPILED_WHOLE, _compiled_whole))
+            for family, prepare in ((COMPILED, _compiled), (COMPILED_WHOLE, compiled_whole))
             for share in SHARES
             if activation_memory_budget(share) is not None
         ),
@@ -127,8 +127,9 @@ def _layers(model: nn.Module) -> list[Any]:
     return [layer for stack in stacks(model) for layer in stack]
 
 
-def _checkpointed(model: nn.Module) -> None:
-    for layer in _layers(model):
+def checkpointed(model: nn.Module, every: int = 1) -> None:
+    """Checkpoints every layer, or every so many-th."""
+    for layer in _layers(model)[every - 1 :: every]:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
@@ -155,7 +156,8 @@ def _contexts() -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
-def _selective(model: nn.Module) -> None:
+def selective(model: nn.Module) -> None:
+    """Checkpoints every layer, saving what torchtitan's list says."""
     for layer in _layers(model):
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=_contexts)
 
@@ -173,9 +175,10 @@ def _compiled(model: nn.Module) -> None:
                     layer.forward = torch.compile(types.MethodType(own, layer), backend="aot_eager")
 
 
-def _compiled_whole(model: nn.Module) -> None:
+def compiled_whole(model: nn.Module, backend: str = "aot_eager") -> None:
+    """Compiles the whole model as one graph."""
     whole: Any = model
-    whole.forward = torch.compile(types.MethodType(_copied(type(model).forward), model), backend="aot_eager")
+    whole.forward = torch.compile(types.MethodType(_copied(type(model).forward), model), backend=backend)
 
 
 def _copied(function: Any) -> Any:
