@@ -68,15 +68,15 @@ def test_plan_simulation_report_and_doctor_agree(name: str, budget: float) -> No
 
     assert promise.peak_bytes == planned.peak_bytes == chosen["peak_bytes"] == over.figures["peak_bytes"]
     assert plain.peak_bytes == without["peak_bytes"]
-    stands = [step["peak_bytes"] for step in data["steps"] if step["name"] == "as it stands"]
-    assert promise.plain_peak_bytes == own.peak_bytes == (stands or [plain.peak_bytes])[0]
+    alone = [step["peak_bytes"] for step in data["steps"] if step["name"] == "without a plan"]
+    assert promise.plain_peak_bytes == own.peak_bytes == (alone or [plain.peak_bytes])[0]
     assert promise.replay_flops == planned.flops["replay"] == chosen["replay_flops"]
     assert promise.step_seconds == pytest.approx(chosen["step_seconds"], rel=1e-9)
     assert promise.plain_step_seconds == pytest.approx(without["step_seconds"], rel=1e-9)
     assert promise.advice == planned.advice == chosen["advice"]
     assert plain.advice == without["advice"] == (plan.profile.advice if plan.profile is not None else None)
     assert promise.advice != plain.advice or name != "wide"
-    assert bool(stands) == (name == "cached") == any(str(promise.switched) in note for note in data["notes"])
+    assert bool(alone) == (name == "cached") == any(str(promise.switched) in note for note in data["notes"])
     assert str(promise.loop) == str(planned.loop) == data["counted"]
     assert chosen["promised"]["budget"] == promise.budget
     assert data["source"] == plan.source == f"a budget of {promise.budget}"

@@ -133,7 +133,7 @@ SWITCHES: dict[str, tuple[dict[str, Any], float | str, str]] = {
 
 
 @pytest.mark.parametrize("left", SWITCHES)
-def test_a_plan_is_compared_with_the_step_as_it_stands(left: str) -> None:
+def test_a_plan_is_compared_with_the_users_own_step(left: str) -> None:
     """The peak that a plan is said to lower is what the step allocates without it; what switches alone do is told."""
     pytest.importorskip("transformers", reason="transformers is not installed (it needs Python 3.11)")
     switches, budget, said = SWITCHES[left]
@@ -158,7 +158,7 @@ def test_a_plan_is_compared_with_the_step_as_it_stands(left: str) -> None:
     assert plan.profile.solve(budget=budget).prediction.plain_peak_bytes == own  # type: ignore[union-attr]
 
 
-def test_a_plan_is_made_where_the_step_as_it_stands_cannot_be_simulated() -> None:
+def test_a_plan_is_made_where_the_own_step_cannot_be_simulated() -> None:
     """A checkpoint function that fails is not in a plan's step; the plan says that its own could not be simulated."""
     pytest.importorskip("transformers", reason="transformers is not installed (it needs Python 3.11)")
     model, batch, _ = llama(checkpoint=False)

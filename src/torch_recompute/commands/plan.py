@@ -318,7 +318,7 @@ def _print_curve(console: Console, profile: Profile, plans: Sequence[Plan]) -> N
     unit, name = errors.unit_of(profile.plain_peak_bytes)
     console.print(
         f"without recomputation: peak {errors.size(profile.plain_peak_bytes)}, step {1000 * plain:,.1f} ms on "
-        f"{profile.device}{profile.as_it_stands}"
+        f"{profile.device}{profile.without_a_plan}"
     )
     if profile.loop is not None:
         console.print(f"counted: {profile.loop}")

@@ -101,7 +101,7 @@ class Clock:
         return [one for one in curve(profile, points) if one.choices and one.choices != plan.choices]
 
     def timed(self, plan: Plan | None) -> Timed:
-        """Simulates the step with a plan; with None as it stands."""
+        """Simulates the step with a plan; without one where it is None."""
         ran: list[Op | None] = []
         held: list[int] = []
         stores = stores_for(plan or Plan(), self.step)
@@ -144,7 +144,7 @@ def collect(
         steps.append((name, one, clock.timed(one) if one.all_choices else plain))
         done(name)
     switched = plan.prediction and plan.prediction.switched
-    steps += [("as it stands", Plan(), clock.timed(None))] if switched else []
+    steps += [("without a plan", Plan(), clock.timed(None))] if switched else []
     steps.sort(key=lambda item: (item[2].simulation.peak_bytes, -item[2].seconds))
     names: dict[str, int] = {}
     shown = [{"name": name, **_step(timed, names), **_promise(one, timed, plain, clock)} for name, one, timed in steps]

@@ -30,7 +30,7 @@ T = TypeVar("T")
 NOT_RECOMPUTED = "not recomputed"
 OFFLOADED = "offloaded"
 WORDS: Mapping[str, str] = {
-    "at the peak": "the most bytes alive at one moment of the step, with the plan and of the step as it stands: "
+    "at the peak": "the most bytes alive at one moment of the step, with the plan and of your own step without it: "
     "parameters, gradients, optimizer state, batch, output and activations",
     "alone saves": "what every plan switches in this model besides regions, and by how much that lowers the peak",
     "alone takes": "what every plan switches in this model besides regions, and by how much that raises the peak",
@@ -158,7 +158,7 @@ class Prediction:
     Attributes:
         budget_bytes: What was asked for; the peak is at most this.
         peak_bytes: The most bytes alive at any time of the step.
-        plain_peak_bytes: The same of the step as it stands, without the plan.
+        plain_peak_bytes: The same of the user's own step, without the plan.
         step_seconds: Of the operations in the step, replays included.
         plain_step_seconds: The same without the plan.
         replay_flops: FLOPs of products in all replays.

@@ -64,7 +64,7 @@ class Known:
 
     Attributes:
         simulations: Simulated steps, by the choices of their plans.
-        own_peak_bytes: The peak of the step as it stands, where a plan switches something in the model.
+        own_peak_bytes: The peak of the step without a plan, where a plan switches something in the model.
         ran: The operations of the step without recomputation by phase, and how often each ran.
         order: Of these, those of forward and backward in their order, where ranks send beside them.
         segments: The paths and kinds of the segments, the routers, and the dtype of autocast in the first segment.

@@ -192,12 +192,12 @@ class Planner:
 
     @cached_property
     def switched(self) -> Switched | None:
-        """The setting that every plan switches in the model, where the step as it stands has another peak for it."""
+        """The setting that every plan switches in the model, where the step without a plan has another peak for it."""
         what = switched(self.step.model, self.step.kwargs)
         if not what or self.whole is not None:
             return self.whole.switched if self.whole else None
         if self.known.own_peak_bytes is None:
-            doing("simulating the step as it stands")
+            doing("simulating the step without a plan")
             try:
                 self.known.own_peak_bytes = simulate_step(self.step).peak_bytes
             except Exception:  # whatever that raises which a plan switches off

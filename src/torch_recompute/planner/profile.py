@@ -64,17 +64,17 @@ class Profile:
 
     @property
     def own_peak_bytes(self) -> int:
-        """The peak of the step as it stands, without a plan."""
+        """The peak of the user's own step, without a plan."""
         return self.plain_peak_bytes + (self.switched.saved_bytes if self.switched else 0)
 
     @property
-    def as_it_stands(self) -> str:
+    def without_a_plan(self) -> str:
         """The same peak in words, after those of the step without recomputation; "" where that is the same."""
-        return f"; as it stands {errors.brief(self.own_peak_bytes)}: {self.switched}" if self.switched else ""
+        return f"; without a plan {errors.brief(self.own_peak_bytes)}: {self.switched}" if self.switched else ""
 
     def __str__(self) -> str:
         step = f"{errors.brief(self.plain_peak_bytes)} at the peak, {_ms(self.costs.step_seconds)} ms per step"
-        head = [f"{self.model} on {self.device}, without recomputation: {step}{self.as_it_stands}"]
+        head = [f"{self.model} on {self.device}, without recomputation: {step}{self.without_a_plan}"]
         if self.loop is not None:
             head.append(f"counted: {self.loop}")
         rows = [("segments", *_FIGURES), *((name, *row) for name, row in _groups(self.costs).items())]

@@ -82,7 +82,7 @@ function sorted(rows, key, direction) {
 
 /** What one plan is, in a line. */
 function inWords(step, plain) {
-  const name = { "the plan": "The plan", "without recomputation": "Without recomputation", "another budget": "For another budget", "as it stands": "As it stands" }[step.name];
+  const name = { "the plan": "The plan", "without recomputation": "Without recomputation", "another budget": "For another budget", "without a plan": "Without a plan" }[step.name];
   const more = step === plain || !plain.step_seconds ? "" : ` (${share(step.step_seconds / plain.step_seconds - 1)})`;
   return `${name}: peak ${bytes(step.peak_bytes)}, step ${seconds(step.step_seconds)}${more}, ${step.regions} regions`;
 }
