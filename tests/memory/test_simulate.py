@@ -1,6 +1,7 @@
 """`simulate`: the bytes of the real step, no change to the user's model, and warnings for what it cannot know."""
 
 import copy
+import gc
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -421,3 +422,20 @@ def test_torch_is_asked_once_for_each_layout(monkeypatch: pytest.MonkeyPatch) ->
         assert ([name for name in asked if "profiler" not in name] == []) == (norms == 0)
         asked.clear()
     assert peaks[0] == peaks[1]
+
+
+def test_the_copy_is_gone_when_a_plan_was_in_it() -> None:
+    """Nothing of it waits for the collector of cycles: a library's switch refers to its model while a plan is there."""
+
+    class Library(nn.Sequential):
+        def gradient_checkpointing_enable(self) -> None: ...
+
+    model = Library(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    gc.collect()
+    gc.disable()
+    try:
+        with measure() as memory:
+            simulate(model, torch.ones(4, 4), loss=torch.sum, plan=Plan((Choice(("0",)),)))
+        assert memory.live_bytes == 0
+    finally:
+        gc.enable()

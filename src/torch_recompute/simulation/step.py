@@ -50,7 +50,7 @@ from ..memory.loop import Loop
 from ..memory.measurement import Reading, weights_of
 from ..memory.operations import ModuleStack
 from ..memory.workspaces import keep, kept_by_cublas
-from ..plan.apply import apply, not_applicable
+from ..plan.apply import Applied, apply, not_applicable
 from ..plan.plan import Plan
 from ..training_step import MakeOptimizer, TrainingStep, loss_in
 from .context_parallel import share_context
@@ -271,8 +271,7 @@ class _SimulatedStep:
             self._optimizer = self._made(step.optimizer)
         if self._optimizer is not None:
             step_as_there(self._optimizer, device, self._pretend)
-        if prepare is not None:
-            prepare(self._model)
+        self._handle = prepare and prepare(self._model)
         self._call = self._faker.arguments(*step.call)
         self._faker.forget()
         self._first = self._recording()
@@ -312,6 +311,8 @@ class _SimulatedStep:
         held = last.live_bytes - parts[-1].on(self._device).live_bytes
         autocast = _torch.autocast_dtype(self._step.where.target.partition(" ")[0], self._device.type)
         loop = replace(loop, loss=seen.loss, autocast=autocast, batch_bytes=batch_bytes, output_bytes=held)
+        if isinstance(self._handle, Applied):
+            self._handle.remove()  # so that the copy is gone with this, without the collector of cycles
         return _StepFigures(parts, seen, held).simulation(last, loop, (*self._faker.assumed, *self._pretend.assumed))
 
     def _step_before(self) -> Recording:
