@@ -62,7 +62,7 @@ CHUNKS = f"{TUNE} --layers compiled --tiles"
 HEADS = "keys and values copied to all heads, 28 layers x 8192 tokens x 2 x 16 heads x 128 x 2 bytes"
 DEEPSEEK = "deepseek-v3 --pp 4 --vpp 4 --ep 64 --dp 64 --batch 8192 --reduce-dtype float32 --device gb200 --layers"
 TITAN = "llama3.1-8b --recompute full --device h100-96 --layers compiled"
-ALST = "llama3.1-8b --weights-on-host --device h100"
+ALST, ALST_H200 = (f"llama3.1-8b --weights-on-host --device {device}" for device in ("h100", "h200"))
 MEGATRON = "llama3-70b --tp 4 --sequence-parallel --pp 4 --vpp 5 --dp 2 --batch 32 --sequence 4096 --device h100"
 
 CASES = (
@@ -149,9 +149,17 @@ CASES = (
         0.05,
         unit=GB,
     ),
+    Case("ALST 8B, 64k tokens on an H200", f"{ALST_H200} --recompute full --sequence 65536", 137.36, 0.05, unit=GB),
     Case(
-        "ALST 8B, the longest with tiles and offload",
-        f"{ALST} --longest --budget 80GB --tiles --offload",
+        "ALST 8B, 1.2M tokens on an H200, with Liger's kernels, tiles and offload",
+        f"{ALST_H200} --layers fused --recompute full --tiles --offload --sequence 1200000",
+        136.15,
+        0.05,
+        unit=GB,
+    ),
+    Case(
+        "ALST 8B, the longest with Liger's kernels, tiles and offload",
+        f"{ALST} --layers fused --longest --budget 80GB --tiles --offload",
         500_000,
         0.15,
         unit=TOKENS,

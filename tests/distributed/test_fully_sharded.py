@@ -191,6 +191,62 @@ def test_the_peak_of_a_sharded_step(ranks: Processes, case: str) -> None:
     assert {name: peak for name, (peak, _) in of_first.items()} == {name: peak for name, (_, peak) in of_first.items()}
 
 
+class Tiled(Model):
+    """The model with many classes, and a loss of its own or one that its caller makes of the logits."""
+
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        self.head, self.inside = nn.Linear(WIDTH, 512, bias=False), inside
+
+    def forward(self, x: torch.Tensor) -> Any:
+        logits = super().forward(x)
+        return (cross_entropy(logits), logits) if self.inside else logits
+
+
+def cross_entropy(logits: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), torch.zeros(2 * TOKENS, dtype=torch.long))
+
+
+def tiled_peaks(ranks: Ranks, inside: bool) -> list[tuple[int, int]]:
+    """Of a head in tiles, and of one without: the predicted peak, and the measured one."""
+    x = torch.zeros(2, TOKENS, dtype=torch.long)
+    found: list[tuple[int, int]] = []
+    trained: list[list[torch.Tensor]] = []
+
+    def loss(out: Any) -> torch.Tensor:
+        return out[0] if inside else cross_entropy(out)
+
+    for choices in ((Choice(("head",), tiles=8, with_loss=True),), ()):
+        torch.manual_seed(0)
+        plan, model = Plan((*PLANS["regions"].choices, *choices)), Tiled(inside)
+        loop = Loop(hold_output=False)
+        step = TrainingStep(model, (x,), {}, loss, torch.optim.SGD, None, loop, ranks)
+        predicted = simulate_step(step, prepare=partial(apply, plan=plan)).peak_bytes
+        how: dict[str, Any] = {"mesh": init_device_mesh("cpu", (ranks.fsdp,))}
+        for layer in (*model.layers, model):
+            fully_shard(layer, **how)
+        apply(model, plan)
+        optimizer = torch.optim.SGD(model.parameters())
+        with measure(model, optimizer).track(x) as memory:
+            for _ in range(2):
+                loss(model(x)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        dist.barrier()
+        found.append((predicted, memory.peak_bytes))
+        trained.append([weight.full_tensor() for weight in model.parameters()])
+    torch.testing.assert_close(*trained)
+    return found
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["loss inside", "loss outside"])
+def test_a_head_in_tiles(ranks: Processes, inside: bool) -> None:
+    """FSDP2 hooks the logits to learn when backward begins. They are not made for that, and training is the same."""
+    of_first, *_ = Processes(ranks._pool, 2).run(tiled_peaks, CASES["weights"], inside)
+    (predicted, peak), (untiled, other) = of_first
+    assert peak == predicted < untiled == other
+
+
 def test_a_step_in_backward(ranks: Processes) -> None:
     """Hooks of shards step where their gradients have been reduced: the measured peak is the predicted one."""
     of_first, *_ = Processes(ranks._pool, 2).run(peaks, CASES["weights"], True)

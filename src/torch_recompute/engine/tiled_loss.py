@@ -18,21 +18,24 @@ the user's own; the loss in the head's module, which needs the labels there.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd import Function
 from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
 
 from .. import _torch, errors
 from ..values import name_of
 from . import tiles
 
 Tokenwise = Callable[[torch.Tensor], torch.Tensor]
+Hook = Callable[[torch.Tensor], object]
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ class _Recipe:
     versions: tuple[int, ...]  # of the hidden states and the weight when the head was called
     steps: tuple[Tokenwise, ...] = ()
     turned: bool = False  # [batch, classes, tokens], as cross-entropy takes more than one dimension of tokens
+    begins: OrderedDict[int, Hook] = field(default_factory=OrderedDict[int, "Hook"])  # told when backward begins
 
     @property
     def shape(self) -> torch.Size:
@@ -175,6 +179,7 @@ class Logits(torch.Tensor):
             raise errors.ChangedError(_read_late(self.recipe.head.name, name_of(by)))
         self.recipe.head.tell(name_of(by))
         whole = self.recipe.compute()
+        _tell(whole, self.recipe)
         if torch.is_grad_enabled():
             self.whole = whole
         return whole
@@ -201,6 +206,16 @@ class Logits(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         return _on_values(func, args, dict(kwargs or {}), torch.Tensor.detach)
+
+
+def _tell(made: torch.Tensor, recipe: _Recipe) -> None:
+    """Calls the hooks of FSDP when the backward of what was made of logits begins; they want no gradient."""
+    for hook in recipe.begins.values() if made.requires_grad else ():
+        made.register_hook(partial(_told, hook))
+
+
+def _told(hook: Hook, grad: torch.Tensor) -> None:
+    hook(grad)
 
 
 def _on_values(func: Any, args: Any, kwargs: Any, value: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Any:
@@ -323,6 +338,16 @@ def _turned(func: Any, recipe: _Recipe, place: int, args: Args, kwargs: dict[str
     return replace(recipe, turned=True).made()
 
 
+def _hooked(func: Any, recipe: _Recipe, place: int, args: Args, kwargs: dict[str, Any]) -> Any:
+    """Follows a hook of FSDP, by which it learns that the backward of its module begins."""
+    hook: Any = args[1] if len(args) == 2 else kwargs.get("hook")
+    if not str(getattr(hook, "__module__", "")).startswith(_OF_FSDP):
+        return None
+    handle = RemovableHandle(recipe.begins)
+    recipe.begins[handle.id] = hook
+    return handle
+
+
 def _cross_entropy(func: Any, recipe: _Recipe, place: int, args: Args, kwargs: dict[str, Any]) -> Any:
     """Computes the loss in tiles."""
     given = dict(zip(_LOSS, args, strict=False)) | kwargs
@@ -343,6 +368,7 @@ def _cross_entropy(func: Any, recipe: _Recipe, place: int, args: Args, kwargs: d
     head, flat_target = recipe.head, target.reshape(-1)
     hidden = recipe.hidden.reshape(-1, recipe.hidden.shape[-1])
     each = tiles.run(head.region(head_and_loss), head.name, head.tiles, 0, (hidden, flat_target), {})
+    _tell(each, recipe)
     head.tell("")
     if how == "none":
         return each.reshape(target.shape)
@@ -353,12 +379,14 @@ def _cross_entropy(func: Any, recipe: _Recipe, place: int, args: Args, kwargs: d
     return total / (counts if weight is None else weight.gather(0, flat_target.where(counts, 0)).where(counts, 0)).sum()
 
 
+_OF_FSDP = ("torch.distributed.", "torch_recompute.simulation.")
 _LOSS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
 _BINARY = ("mul", "div", "true_divide", "add", "sub", "multiply", "divide", "__rmul__", "__radd__")
 _UNARY = ("tanh", "neg", "clamp")
 _VIEWS = (T.view, T.reshape, T.flatten, torch.flatten, torch.reshape)
 _FOLLOWED: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: _cross_entropy,
+    T.register_hook: _hooked,
     **dict.fromkeys((T.contiguous, T.clone, torch.clone), _same),
     **dict.fromkeys(_VIEWS, _reshaped),
     **dict.fromkeys((T.transpose, torch.transpose, T.permute, torch.permute), _turned),
@@ -381,6 +409,7 @@ _PROPERTIES = (
     "is_cuda",
     "grad_fn",
     "is_meta",
+    "_base",
 )
 _METHODS = (
     "size",
