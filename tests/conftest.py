@@ -102,8 +102,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """From here on there is garbage."""
+    """From here on there is garbage, which is looked for seldom: at every 700 new objects it took a twentieth."""
     gc.enable()
+    gc.set_threshold(10_000, 20, 20)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -127,6 +128,19 @@ def nothing_old_is_looked_at() -> None:
     gc.freeze()
 
 
+def forget_plans() -> None:
+    """Forgets what this process knows of steps that it has planned."""
+    planned = sys.modules.get("torch_recompute.planner.known")
+    if planned is not None:
+        planned._last.clear()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_known_at_first() -> None:
+    """A file plans nothing by what another one has found."""
+    forget_plans()
+
+
 @pytest.fixture(autouse=True)
 def the_environment_as_it_was() -> Iterator[None]:
     """Takes back what packages write into the environment: by Lightning's rank Accelerate starts a group later."""
@@ -138,11 +152,14 @@ def the_environment_as_it_was() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_known() -> None:
-    """Each test plans as a new process does, whatever it puts in the place of the planner's parts."""
-    planned = sys.modules.get("torch_recompute.planner.known")
-    if planned is not None:
-        planned._last.clear()
+def nothing_known(request: pytest.FixtureRequest) -> None:
+    """Each test plans as a new process does, whatever it puts in the place of the planner's parts.
+
+    A file that puts nothing there and plans a few steps again and again says `ONE_PROCESS = True`: its tests go on with
+    what is known, as calls of one process do.
+    """
+    if not getattr(request.module, "ONE_PROCESS", False):
+        forget_plans()
 
 
 @pytest.fixture

@@ -317,7 +317,7 @@ def test_steps_that_cannot_be_planned_compiled():
 
 def test_a_budget_that_is_too_small():
     """The error says the least bytes, with which it compiles."""
-    model = Model()
+    model = Model(layers=1)
     partition = Partition(2000)
     with pytest.raises(Exception, match="needs at least") as caught:
         step(torch.compile(model, backend=Graphs(partition).backend, fullgraph=True), model)
@@ -375,7 +375,7 @@ def test_an_operation_that_runs_again_for_one_of_its_results():
 
 def test_symbolic_shapes():
     """Sizes that are symbols are counted by the batch that they were traced with."""
-    model = Model()
+    model = Model(layers=1)
     wanted = step(model, model)
     partition = Partition(0.3)  # counted in generated code, with the sizes of the example
     grads = step(torch.compile(model, backend=Graphs(partition).backend, fullgraph=True, dynamic=True), model)

@@ -19,6 +19,7 @@ from torch_recompute.planner.planner import Planner
 from torch_recompute.planner.states import Stated
 from torch_recompute.training_step import OPTIMIZERS, TrainingStep
 
+ONE_PROCESS = True
 STEPS: dict[str, dict[str, Any]] = {
     "over lists": {"optimizer": "adamw"},
     "fused": {"optimizer": "adamw-fused"},

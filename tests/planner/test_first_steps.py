@@ -23,6 +23,7 @@ from torch_recompute.plan.first_steps import FirstSteps
 
 pytest.importorskip("numpy", reason="numpy is not installed (planning needs it)")
 
+ONE_PROCESS = True
 WIDTH, LAYERS = 32, 4
 
 

@@ -12,6 +12,7 @@ from support.headed import WIDTH, model
 from support.zoo import mean_loss
 from torch_recompute import ArgumentError, BudgetError, Plan, apply, make_plan, simulate
 from torch_recompute.planner.longest import FINE, UNIT, Longest
+from torch_recompute.planner.planner import Planner
 from torch_recompute.training_step import TrainingStep
 
 
@@ -23,6 +24,7 @@ def loss(logits: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), torch.zeros(logits.shape[:2].numel(), dtype=torch.long))
 
 
+ONE_PROCESS = True
 STEP: dict[str, Any] = {"loss": loss, "optimizer": "adamw-fused", "device": "h100"}
 BUDGETS = ("600KiB", "64MiB")
 
@@ -46,7 +48,7 @@ def test_the_most_that_fits(along: bool | str, budget: str) -> None:
     more = found[-1] + max(2, 6 * found[-1] // FINE) + (UNIT if along is True else 0)
     longer = torch.ones(more, 32, WIDTH) if along == "batch" else sequence(more)
     with pytest.raises(BudgetError):
-        make_plan(model(), longer, budget=budget, **STEP)
+        Planner(TrainingStep.of("", model(), longer, None, **STEP)).plan(budget)
     apply(model(), plan).remove()
 
 

@@ -21,6 +21,7 @@ from torch_recompute.planner.hosts import Leave, waited
 from torch_recompute.planner.planner import Planner
 from torch_recompute.training_step import TrainingStep
 
+ONE_PROCESS = True
 SMALL: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 256,
@@ -38,7 +39,7 @@ BATCH = {"input_ids": IDS, "labels": IDS.index_fill(1, torch.arange(40), -100), 
 def model(kind: str = "llama") -> Any:
     torch.manual_seed(0)
     if kind == "gemma":
-        return Gemma2ForCausalLM(Gemma2Config(**SMALL, head_dim=8, attn_implementation="eager"))
+        return Gemma2ForCausalLM(Gemma2Config(**{**SMALL, "num_hidden_layers": 2}, head_dim=8, attn_implementation="eager"))
     return LlamaForCausalLM(LlamaConfig(**SMALL))
 
 
