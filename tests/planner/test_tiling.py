@@ -39,7 +39,8 @@ BATCH = {"input_ids": IDS, "labels": IDS.index_fill(1, torch.arange(40), -100), 
 def model(kind: str = "llama") -> Any:
     torch.manual_seed(0)
     if kind == "gemma":
-        return Gemma2ForCausalLM(Gemma2Config(**{**SMALL, "num_hidden_layers": 2}, head_dim=8, attn_implementation="eager"))
+        fields = {**SMALL, "num_hidden_layers": 2, "head_dim": 8, "attn_implementation": "eager"}
+        return Gemma2ForCausalLM(Gemma2Config(**fields))
     return LlamaForCausalLM(LlamaConfig(**SMALL))
 
 
