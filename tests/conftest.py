@@ -49,6 +49,13 @@ if hypothesis is not None:
     hypothesis.settings.load_profile("ci" if INSTALLED_ONLY or os.environ.get("CI") else "dev")
 
 
+def forget_plans() -> None:
+    """Forgets what this process knows of steps that it has planned."""
+    planned = sys.modules.get("torch_recompute.planner.known")
+    if planned is not None:
+        planned._last.clear()
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """Steps are many and small: two threads would mostly wait for each other."""
@@ -122,23 +129,12 @@ def nothing_old_is_looked_at() -> None:
     """What was there before a file's tests is no longer looked at by the garbage collector, nor by `gc.get_objects`.
 
     After the collection of all tests these are millions of objects, and the doctor's search for who holds a tensor
-    looks at all of them: a minute for some faults that are found in a third of a second without.
+    looks at all of them: a minute for some faults that are found in a third of a second without. What is known of steps
+    that other files have planned is forgotten.
     """
+    forget_plans()
     gc.collect()
     gc.freeze()
-
-
-def forget_plans() -> None:
-    """Forgets what this process knows of steps that it has planned."""
-    planned = sys.modules.get("torch_recompute.planner.known")
-    if planned is not None:
-        planned._last.clear()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def nothing_known_at_first() -> None:
-    """A file plans nothing by what another one has found."""
-    forget_plans()
 
 
 @pytest.fixture(autouse=True)

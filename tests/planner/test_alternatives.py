@@ -32,7 +32,7 @@ STEPS: dict[str, dict[str, Any]] = {
 
 def planner_of(optimizer: str | None = None, loop: Loop | None = None) -> Planner:
     of = OPTIMIZERS.get(optimizer or "")
-    return Planner(TrainingStep(model(), (batch(),), {}, cross_entropy, of, "h100", loop or Loop()))
+    return Planner(TrainingStep(model(2), (batch(),), {}, cross_entropy, of, "h100", loop or Loop()))
 
 
 def changed(keyword: str, own: Any) -> tuple[int, dict[str, Any]]:
@@ -71,7 +71,7 @@ def test_each_has_the_peak_of_a_step_with_it(name: str) -> None:
         size, words = changed(one.keyword, step.optimizer)
         words = {"optimizer": step.optimizer, **step.loop.words, **words}
         x = batch()[:size]
-        same = simulate(model(), (x,), plan=planner.leanest, loss=cross_entropy, device="h100", **words)
+        same = simulate(model(2), (x,), plan=planner.leanest, loss=cross_entropy, device="h100", **words)
         assert same.peak_bytes == one.peak_bytes
 
 
@@ -84,7 +84,7 @@ def test_an_option_that_fits_makes_a_plan() -> None:
     for one in fitting:
         size, words = changed(one.keyword, torch.optim.AdamW)
         words = {"optimizer": "adamw", **words}
-        plan = make_plan(model(), batch()[:size], budget=budget, loss=cross_entropy, device="h100", **words)
+        plan = make_plan(model(2), batch()[:size], budget=budget, loss=cross_entropy, device="h100", **words)
         assert (plan.predicted_peak_bytes or 0) <= budget
 
 
@@ -92,7 +92,7 @@ def test_a_batch_is_halved_until_it_fits() -> None:
     """The batch that is named is the largest of its halves that fits."""
     planner = planner_of("sgd")
     peaks = [
-        simulate(model(), batch()[:size], plan=planner.leanest, loss=cross_entropy, optimizer="sgd", device="h100")
+        simulate(model(2), batch()[:size], plan=planner.leanest, loss=cross_entropy, optimizer="sgd", device="h100")
         for size in (TOKENS // 2, TOKENS // 4)
     ]
     (one,) = (one for one in alternatives(planner, peaks[1].peak_bytes) if one.option.startswith("--batch"))
@@ -105,7 +105,7 @@ def test_the_error_says_what_holds_the_peak_and_what_would_do() -> None:
     least = planner.least[1]
     budget = least.peak_bytes * 9 // 10
     with pytest.raises(BudgetError) as raised:
-        make_plan(model(), batch(), budget=budget, loss=cross_entropy, optimizer="adamw", device="h100")
+        make_plan(model(2), batch(), budget=budget, loss=cross_entropy, optimizer="adamw", device="h100")
     text = str(raised.value)
     assert raised.value.smallest == least.peak_bytes
     assert f"That peak holds {held_by(least)}." in text

@@ -17,7 +17,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 pytest.importorskip("numpy", reason="numpy is not installed (planning needs it)")
 
-ONE_PROCESS = True
 WIDTH, ROWS, LAYERS = 32, 64, 4
 
 

@@ -40,11 +40,6 @@ NOTHING_TO_FREE = {
 }
 
 
-def fresh(name: str) -> tuple[nn.Module, dict[str, Any]]:
-    model, inputs = build(name)
-    return model, inputs
-
-
 def flops(model: nn.Module, inputs: dict[str, Any]) -> int:
     with FlopCounterMode(display=False) as counter:
         step(model, inputs)
@@ -63,11 +58,11 @@ def test_training_is_the_same_under_every_plan(name: str) -> None:
     Between forward and backward it keeps fewer bytes than none, and larger groups fewer than small ones. PyTorch's
     counter finds in a step with the plan exactly the FLOPs more that the plan's report names.
     """
-    model, inputs = fresh(name)
+    model, inputs = build(name)
     plain, plain_bytes, plain_flops = step(model, inputs), kept(model, inputs), flops(model, inputs)
     bytes_of: dict[str, int] = {}
     for kind, plan in plans(model).items():
-        other, inputs = fresh(name)
+        other, inputs = build(name)
         handle = apply(other, plan)
         ours = step(other, inputs)
         assert ours.keys() == plain.keys(), kind
@@ -89,7 +84,7 @@ def test_training_is_the_same_under_every_plan(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "lora_llama", "deepseek_v3", "torch_decoder"])
 def test_label_that_frees_nothing_is_refused(name: str) -> None:
     """With an example call, a label under which nothing is freed is an error; the others give the plan without one."""
-    model, inputs = fresh(name)
+    model, inputs = build(name)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     for label in matching(find_units(model)):
         config = RecomputeConfig(recompute_granularity="selective", recompute_modules=[label])
@@ -109,5 +104,5 @@ def test_zoo_is_large_enough() -> None:
     assert len(ZOO) >= 30
     found: set[str] = set()
     for name in ZOO:
-        found |= {label for label, count in matching(find_units(fresh(name)[0])).items() if count}
+        found |= {label for label, count in matching(find_units(build(name)[0])).items() if count}
     assert found == set(LABELS)

@@ -15,8 +15,8 @@ def layer() -> nn.Module:
     return Made(lambda m, x: x + m.mlp(m.norm(x)), norm=nn.LayerNorm(WIDTH), mlp=mlp)
 
 
-def model() -> nn.Module:
-    layers = nn.Sequential(*(layer() for _ in range(4)))
+def model(count: int = 4) -> nn.Module:
+    layers = nn.Sequential(*(layer() for _ in range(count)))
     return Made(lambda m, x: m.head(m.layers(x)), layers=layers, head=nn.Linear(WIDTH, WORDS, bias=False))
 
 
