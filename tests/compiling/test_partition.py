@@ -197,13 +197,13 @@ def test_no_set_of_products_of_a_layer_is_better(kind):
             assert chooser.choose(int(1.02 * peak)).flops <= flops
 
 
+@torch._functorch.config.patch(enable_autograd_cache=False)
+@torch._inductor.config.patch(fx_graph_cache=False)  # a graph from a cache has no figures
 def test_a_plan_of_a_compiled_step(monkeypatch):
     """The allocator's peak of a compiled step is the one that its plan promised, and masks are the forward's.
 
     No choice is simulated twice, and the products of each are there to be timed, those that run again as well.
     """
-    monkeypatch.setattr(torch._inductor.config, "fx_graph_cache", False)  # a graph from the cache has no figures
-    monkeypatch.setattr(torch._functorch.config, "enable_autograd_cache", False)
     model = alone()
     batch = torch.randn(BATCH, TOKENS, WIDTH, generator=torch.Generator().manual_seed(1))
     drawn = torch.get_rng_state()

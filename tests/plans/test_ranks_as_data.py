@@ -31,7 +31,7 @@ def test_who_shares_what(case: str) -> None:
     ranks = Ranks(**given)
     assert (ranks.world, ranks.shards, ranks.replicas, ranks.state_shards) == counts
     assert Ranks(**ranks.as_data()) == ranks
-    assert f"{ranks.world} ranks" in str(ranks)
+    assert f": {ranks.world} rank" in str(ranks)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_who_shares_what(case: str) -> None:
         ({"zero": 4}, "expected 0, 1, 2 or 3"),
         ({"dp": 64, "ep": 48}, "Write --ep 1, 2, 4, ..., 64"),
         ({"dp": 4, "ep": 4, "imbalance": 0.9}, "Write 1 or more"),
-        ({"fsdp": 8, "zero": 1}, "expected 2 or 3, since ranks of --fsdp share gradients and states at least"),
+        ({"fsdp": 8, "zero": 1}, "expected 2 or 3, since gradients and states are sharded at least"),
     ],
 )
 def test_ranks_that_cannot_be(given: dict[str, Any], message: str) -> None:

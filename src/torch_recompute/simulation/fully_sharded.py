@@ -133,7 +133,8 @@ class _Weight:
     def allocate(self, ranks: int, dtype: torch.dtype) -> torch.Tensor:
         """Makes room for the whole weight, with its padding; returns that as a row per rank."""
         if self.whole is None:
-            self._flat = torch.empty(self.shard.numel() * ranks, dtype=dtype, device=self._device)
+            size = self.shard.numel() * ranks
+            self._flat = self.shard.detach().new_empty(size, dtype=dtype, device=self._device)
             self._bytes = self._flat.untyped_storage().nbytes()
             whole = self._flat[: self._shape.numel()].view(self._shape)
             self.whole = nn.Parameter(whole, self.shard.requires_grad)
@@ -236,7 +237,8 @@ class _Unit:
         of = self._of
         with of.booking(), torch.no_grad():
             if self._ranks == 1:  # each weight is copied by itself, when it is wanted
-                self.gathered = torch.empty(0, dtype=of.dtype or self.weights[0].shard.dtype)
+                first = self.weights[0].shard.detach()
+                self.gathered = first.new_empty(0, dtype=of.dtype or first.dtype)
                 return
             shards = [weight.local() for weight in self.weights]
             sizes = [shard.numel() for shard in shards]
