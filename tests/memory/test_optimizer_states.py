@@ -13,10 +13,13 @@ from torch import nn
 from support.headed import batch, cross_entropy, model
 from support.models import LLAMA, Residual
 from support.training import mean_square
-from torch_recompute import ArgumentError, apply, make_plan, measure, peaks, saved_activations, simulate
+from torch_recompute import ArgumentError, Ranks, apply, make_plan, measure, peaks, saved_activations, simulate
 from torch_recompute.commands.adapters import BASES, Lora, NF4Linear, adapted
 from torch_recompute.devices import DEVICES
+from torch_recompute.memory.loop import Loop
 from torch_recompute.planner.states import STATES, Stated
+from torch_recompute.simulation.step import simulate_step
+from torch_recompute.training_step import TrainingStep
 
 BLOCK = 256
 Registered = Callable[[nn.Module], list[torch.optim.Optimizer]]
@@ -259,6 +262,17 @@ def test_on_the_host(in_backward: bool, accumulate: int) -> None:
     if accumulate == 1:
         more = one.step_seconds - plain.step_seconds
         assert more == pytest.approx(0 if in_backward else back, abs=1e-9)
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adafactor, partial(torch.optim.AdamW, fused=True), torch.optim.SGD])
+def test_weights_on_the_host(make: Any) -> None:
+    """Optimizers step where the weights are, also those that read values: no state or gradient stays on the device."""
+    step = TrainingStep(model(), (batch(),), {}, cross_entropy, make, "h100", Loop(), Ranks(on_host=True))
+    found = simulate_step(step)
+    assert found.live_by_category["gradients"] == 0
+    assert found.live_by_category["optimizer"] <= 4 * len([*model().parameters()])  # a number of steps for each
+    weights = sum(parameter.nbytes for parameter in model().parameters())
+    assert found.host_bytes >= 2 * weights
 
 
 def test_it_really_steps_on_the_host() -> None:

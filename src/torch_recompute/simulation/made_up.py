@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from .. import errors
-from .._torch.fakes import FakeTensor, is_wrapper, returned
+from .._torch.fakes import APART, CPU, FakeTensor, is_wrapper, returned
 from .._torch.modes import without_modes
 from .._torch.tensors import mapped
 
@@ -33,10 +33,11 @@ _NO_CHOICE = (torch.bool, torch.uint64, torch.uint8)  # the last are states of g
 
 def laid_as(fake: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Values in a tensor with the layout of a fake one."""
-    values = values.view(fake.shape).to(fake.device, fake.dtype)
+    device = CPU if fake.device == APART else fake.device
+    values = values.view(fake.shape).to(device, fake.dtype)
     if 0 in fake.stride():  # which cannot be written to
         return values
-    return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device).copy_(values)
+    return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=device).copy_(values)
 
 
 def floats(tensor: torch.Tensor) -> bool:
