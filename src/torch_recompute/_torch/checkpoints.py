@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -59,12 +58,15 @@ def respect_hooks(context: Any, respect: bool) -> bool:
 
 @contextlib.contextmanager
 def functions_run_by(run: Callable[..., Any]) -> Generator[None]:
-    """A context in which `apply(...)` of an autograd Function is `run(original, its class, ...)`."""
+    """A context in which `apply(...)` of an autograd Function is `run(original, its class, ...)`.
+
+    It is a class method that torch 2.14 has written in C.
+    """
     base: Any = torch.autograd.Function
     before = vars(base)["apply"]
 
     def through(kind: type, *args: Any, **kwargs: Any) -> Any:
-        return run(partial(before.__func__, kind), kind, *args, **kwargs)
+        return run(before.__get__(None, kind), kind, *args, **kwargs)
 
     base.apply = classmethod(through)
     try:
