@@ -792,19 +792,28 @@ def kernels(on: str) -> str:
     return ", ".join(tried)
 
 
-@check("NCCL: DDP and FSDP2 under a plan", acts=False)
-def nccl(on: str) -> str:
+@contextlib.contextmanager
+def one_rank() -> Iterator[None]:
+    """A context in which this process is the only rank of a group on NCCL."""
     if not torch.distributed.is_nccl_available():
         raise NotPossible("this torch has no NCCL")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29517", RANK="0", WORLD_SIZE="1")
+    torch.distributed.init_process_group("nccl", device_id=torch.device("cuda", 0))
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@check("NCCL: DDP and FSDP2 under a plan", acts=False)
+def nccl(on: str) -> str:
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
     from torch_recompute import apply
 
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29517", RANK="0", WORLD_SIZE="1")
-    torch.distributed.init_process_group("nccl", device_id=torch.device("cuda", 0))
     ids = ids_of(2, 64, on)
-    try:
+    with one_rank():
         for wrapped in ("DDP", "FSDP2"):
             model = Model(3, 128).to(on)
             expected = gradients(partial(model, ids), model)
@@ -818,8 +827,6 @@ def nccl(on: str) -> str:
             got = gradients(partial(model, ids), model)
             got = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in got]
             assert apart(expected, got) < 1e-4, f"{wrapped}: gradients differ by {apart(expected, got):.1e}"
-    finally:
-        torch.distributed.destroy_process_group()
     if torch.cuda.device_count() == 1:
         raise NotPossible("a world of one rank is right; collectives between ranks need two devices")
     replicas = nn.DataParallel(Model(3, 128).to(on))
@@ -831,8 +838,6 @@ def nccl(on: str) -> str:
 
 @check("FSDP2 with weights in host memory has the peak that is simulated", acts=False)
 def weights_on_host(on: str) -> str:
-    if not torch.distributed.is_nccl_available():
-        raise NotPossible("this torch has no NCCL")
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
@@ -840,9 +845,7 @@ def weights_on_host(on: str) -> str:
     from torch_recompute.simulation.step import simulate_step
     from torch_recompute.training_step import TrainingStep
 
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29519", RANK="0", WORLD_SIZE="1")
-    torch.distributed.init_process_group("nccl", device_id=torch.device("cuda", 0))
-    try:
+    with one_rank():
         mesh, ids = init_device_mesh("cuda", (1,)), ids_of(2, 512, on)
         whole = Model(4, 512).to(on)
         step = TrainingStep(whole, (ids,), {}, _no_loss, torch.optim.SGD, ranks=Ranks(on_host=True))
@@ -855,8 +858,6 @@ def weights_on_host(on: str) -> str:
         for buffer in model.buffers():
             buffer.data = buffer.data.to(on)
         real = _real_peak(model, ids, torch.optim.SGD(model.parameters(), 1e-3), on) - around
-    finally:
-        torch.distributed.destroy_process_group()
     assert -0.10 <= real / said - 1 <= 0.02, f"measured {real / said - 1:+.2%} of what was simulated"
     return f"measured against simulated: {real / said - 1:+.2%}"
 

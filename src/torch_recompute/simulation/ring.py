@@ -138,6 +138,12 @@ def _passed_on(x: torch.Tensor, group: str) -> torch.Tensor:
     return _collectives.all_to_all_single(x, [x.shape[0]], [x.shape[0]], group)
 
 
+def _sent_on(x: torch.Tensor, y: torch.Tensor, group: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sends two tensors on as one; returns the copy that is on its way, and the block of the rank before."""
+    sent = torch.cat([x.flatten(), y.flatten()])
+    return sent, _passed_on(sent, group)
+
+
 def _half(x: torch.Tensor, causal: bool) -> torch.Tensor:
     return x.chunk(2, 2)[0] if causal else x
 
@@ -166,8 +172,7 @@ def forward_over_ring(
             key, value = _split(cast("torch.Tensor", got), k, v)
         sent = got = None
         if step < size - 1:
-            sent = torch.cat([key.flatten(), value.flatten()])
-            got = _passed_on(sent, group)
+            sent, got = _sent_on(key, value, group)
         if step == 0:
             first = block(key, value, causal)
             out, sums = first.out.float(), first.sums.float()
@@ -196,15 +201,13 @@ def backward_over_ring(
             key, value = _split(cast("torch.Tensor", got), k, v)
         sent = got = None
         if step < size - 1:
-            sent = torch.cat([key.flatten(), value.flatten()])
-            got = _passed_on(sent, group)
+            sent, got = _sent_on(key, value, group)
         parts = block(*(_half(x, causal and step > 0) for x in (key, value)), causal and step == 0)
         if step:
             of_k, of_v = _split(cast("torch.Tensor", followed), k, v)
         on_its_way = followed = None
         of_k, of_v = (_added(x, _grouped(y, x), causal and step > 0) for x, y in ((of_k, parts[1]), (of_v, parts[2])))
-        on_its_way = torch.cat([of_k.flatten(), of_v.flatten()])
-        followed = _passed_on(on_its_way, group)
+        on_its_way, followed = _sent_on(of_k, of_v, group)
         of_q += parts[0][..., : q.shape[-1]]
         del parts
     del sent, got, on_its_way, key, value
