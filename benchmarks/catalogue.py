@@ -3,6 +3,7 @@
     python benchmarks/catalogue.py --save catalogue
     python benchmarks/catalogue.py --only linalg.cholesky nn.LSTM "nn.BatchNorm1d of a view"
     python benchmarks/catalogue.py --write src/torch_recompute/memory/takes_nothing.txt
+    python benchmarks/catalogue.py --on cuda --jobs 14 --write src/torch_recompute/memory/takes_nothing_on_cuda.txt
 
 The catalogue is that of PyTorch's tests (`op_db`, `module_db`): of each operation that has a gradient, in each way to
 call it, the largest of its sample inputs, of each module the first. The model is a linear layer that changes nothing
@@ -23,23 +24,33 @@ plan, beside its promise. The verdicts:
     killed   the process ended
 
 `--write` writes the list of operations that take nothing while they run, by which `measure` and `simulate` know what
-they need not ask: of all that these cases run, more samples of each and the steps of optimizers besides, each operation
-is run under the allocator's events, on its own arguments and on larger ones.
+they need not ask: of all that these cases run, more samples of each, the steps of optimizers, attention by each of its
+kernels and training steps of small models besides, each operation is run under the allocator's events, on its own
+arguments and on larger ones. With `--on cuda` all is made there and CUDA's allocator counts, and the list says as well
+which operations were seen and never took nothing. Printed is what takes something.
 
-Batches run in processes of their own, so one that ends is named and the rest goes on. PyTorch's lists import
-`expecttest`, of which only the base class of a test is used; without it, that of `unittest` stands in.
+Batches run in processes of their own, `--jobs` at a time, so one that ends, or says nothing for long, is named and the
+rest goes on. PyTorch's lists import `expecttest`, of which only the base class of a test is used; without it, that of
+`unittest` stands in.
 """
 
 from __future__ import annotations
 
+import gc
+import importlib.util
 import json
+import random
+import re
 import subprocess
 import sys
+import tempfile
+import threading
 import types
 import unittest
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from itertools import accumulate, product
@@ -50,6 +61,8 @@ import torch
 from _measure import arguments, finish
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
@@ -58,6 +71,7 @@ from torch_recompute._torch.storages import cpu_allocations, cpu_bytes_between
 from torch_recompute.memory.workspaces import circumstances
 
 BATCH = 40
+LONGEST = 100  # seconds in which a process says nothing, before it is ended
 HIGH, LOW = 0.05, -0.005
 NOTHING = 64  # bytes: the numbers among an operation's arguments become tensors
 GENERATOR_STATE = 5056  # bytes, host memory on any device
@@ -305,10 +319,13 @@ class Taking(TorchDispatchMode):
     these.
     """
 
-    LARGE, TIMES, TRIES = 2**15, 2, 8
+    TIMES, TRIES = 2, 8
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
         super().__init__()
+        self.device = device
+        self.enough = 2**15 if device == "cpu" else 2**20  # elements of a large argument
+        self.bytes_between = cpu_bytes_between if device == "cpu" else cuda_bytes_between
         self.most: dict[tuple[str, str], int] = {}
         self.unlike: set[tuple[str, str]] = set()
         self.on_large: set[tuple[str, str]] = set()
@@ -323,36 +340,39 @@ class Taking(TorchDispatchMode):
         out = self.seen(func, args, kwargs)
         where = str(func.overloadpacket), circumstances((args, kwargs))
         key = *where, words((args, kwargs))
-        if self.most[where] <= NOTHING and self.times[key] < self.TIMES and self.tries[key] < self.TRIES:
+        nothing = self.most.get(where, NOTHING + 1) <= NOTHING
+        if nothing and self.times[key] < self.TIMES and self.tries[key] < self.TRIES:
             self.tries[key] += 1
-            state = torch.get_rng_state()
-            self.times[key] += self.larger(func, (args, kwargs))
-            for values in relaid((args, kwargs)) if self.tries[key] == 1 else ():
-                with suppress(Exception):  # some kernels take one layout alone
-                    self.seen(func, *values)
-                    self.larger(func, values)
-            torch.set_rng_state(state)
+            with torch.random.fork_rng([] if self.device == "cpu" else [0]):
+                self.times[key] += self.larger(func, (args, kwargs))
+                for values in relaid((args, kwargs)) if self.tries[key] == 1 else ():
+                    with suppress(Exception):  # some kernels take one layout alone
+                        self.seen(func, *values)
+                        self.larger(func, values)
         return out
 
     def larger(self, func: Any, values: Any) -> bool:
         """Runs an operation on larger arguments, if it can be; lists of sizes among them may have to grow as well."""
         for with_sizes in (False, True):
             with suppress(Exception):
-                self.seen(func, *enlarged(values, self.LARGE, with_sizes))
+                self.seen(func, *enlarged(values, self.enough, with_sizes))
                 return True
         return False
 
     def seen(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Runs an operation, and notes what it took."""
+        """Runs an operation, and notes what it took; not of one that copies between devices."""
         key = str(func.overloadpacket), circumstances((args, kwargs))
         out: list[Any] = []
-        taken = cpu_bytes_between(lambda: out.append(func(*args, **kwargs)))
+        taken = self.bytes_between(lambda: out.append(func(*args, **kwargs)))
+        tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)]
+        if any(x.device.type != self.device for x in tensors if x.dim()):
+            return out[0]
         other = False
         if taken <= NOTHING and self.most.get(key, 0) <= NOTHING and key not in self.unlike:
             self.runs[key] += 1
             other = self.runs[key] <= self.TRIES and unlike(func, args, kwargs, out[0]) > NOTHING
         sizes = [x.numel() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.dim()]
-        large = not sizes or max(sizes) >= self.LARGE
+        large = not sizes or max(sizes) >= self.enough
         if taken > self.most.get(key, -1) or other or (large and key not in self.on_large):
             self.most[key] = max(taken, self.most.get(key, 0))
             if large:
@@ -360,8 +380,32 @@ class Taking(TorchDispatchMode):
             if other:
                 self.unlike.add(key)
             said = {"op": key[0], "circumstances": key[1], "taken": taken, "large": large, "unlike": other}
-            print(json.dumps(said), flush=True)
+            print(json.dumps({**said, "of": sum(x.numel() * x.itemsize for x in tensors)}), flush=True)
         return out[0]
+
+
+def cuda_bytes_between(call: Callable[[], object]) -> int:
+    """The bytes by which a call's tensors on CUDA rise, while it runs, above what is left of them at its end.
+
+    They are those that were asked for, which the allocator rounds up.
+    """
+    gc.disable()  # what is collected in the call would count
+    try:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_stats_as_nested_dict()["requested_bytes"]["all"]["current"]
+        call()
+        found = torch.cuda.memory_stats_as_nested_dict()["requested_bytes"]["all"]
+    finally:
+        gc.enable()
+    return found["peak"] - max(before, found["current"])
+
+
+def warm_up() -> None:
+    """Lets libraries take on CUDA what they keep for good, on the threads of forward and backward."""
+    torch.cuda.set_per_process_memory_fraction(0.05)  # others run beside this one
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.ones(1, 1, 64, 64, device="cuda", dtype=dtype, requires_grad=True)
+        F.conv2d(F.linear(x @ x, x[0, 0], x[0, 0, 0]), x[..., :3, :3]).sum().backward()
 
 
 def unlike(func: Any, args: Any, kwargs: Any, out: Any) -> int:
@@ -407,7 +451,7 @@ def enlarged(values: Any, least: int, with_sizes: bool = False) -> Any:
             if x.stride(place):
                 stride[place] = span = max(span, x.stride(place) if span == 1 else span)
                 span *= shape[place]
-        made = torch.zeros(span, dtype=x.dtype)
+        made = torch.zeros(span, dtype=x.dtype, device=x.device)
         if x.dtype.is_floating_point or x.dtype is torch.bool:  # numbers that index are 0, masks let half through
             made[:: 2 - x.dtype.is_floating_point] = 1
         return made.as_strided(shape, stride)
@@ -439,10 +483,11 @@ def relaid(values: Any) -> Iterator[Any]:
                 yield tree_unflatten([x for (x,) in made], spec)
 
 
-def samples_of(op: Any) -> Iterator[tuple[Callable[..., Any], Any, Any, Any]]:
+def samples_of(op: Any, device: str) -> Iterator[tuple[Callable[..., Any], Any, Any, Any]]:
     """Calls of an operation, also in place, on some of its inputs in each type and layout."""
     for dtype in (torch.float32, torch.bfloat16):
-        found = list(op.sample_inputs("cpu", dtype, requires_grad=False)) if dtype in op.dtypes else []
+        known = dtype in op.supported_dtypes(device)
+        found = list(op.sample_inputs(device, dtype, requires_grad=False)) if known else []
         found.sort(key=lambda s: -getattr(first_of(s.input), "numel", int)())
         for sample, call in product(found[:2], (op.op, op.inplace_variant)):
             if call is not None:
@@ -458,26 +503,65 @@ def layouts(x: Any) -> Iterator[Any]:
         yield from (laid(x.detach(), " in channels_last") for _ in range(x.dim() in (4, 5)))
 
 
-def steps(kind: type[torch.optim.Optimizer]) -> None:
+def steps(kind: type[torch.optim.Optimizer], device: str) -> None:
     """Steps of an optimizer, over lists and one by one."""
     choices: tuple[dict[str, Any], ...] = {"foreach": True}, {"foreach": False}, {"fused": True}, {}
-    for ways in choices:
+    for ways, dtype in product(choices, (torch.float32, torch.bfloat16)):
         with suppress(Exception):  # not every optimizer has each of them
-            layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+            layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(device, dtype)
             optimizer: Any = kind(layers.parameters(), **ways)
             for _ in range(2):
-                layers(torch.ones(8, 8)).sum().backward()
+                layers(torch.ones(8, 8, device=device, dtype=dtype)).sum().backward()
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=False)
 
 
+def attending(backend: SDPBackend, device: str) -> None:
+    """Attention of one kind in 16 bits, forward and backward, causal or not."""
+    for width, causal in product((64, 128), (False, True)):
+        x = torch.ones(2, 512, 4, width, device=device, dtype=torch.bfloat16, requires_grad=True)
+        q, k, v = ((x * 1).transpose(1, 2) for _ in range(3))
+        with suppress(RuntimeError), sdpa_kernel(backend):  # not every device has each of them
+            loss([F.scaled_dot_product_attention(q, k, v, is_causal=causal)]).backward()
+
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("CausalLM", {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}),
+    "gpt2": ("CausalLM", {"n_layer": 2, "n_head": 4}),
+    "vit": ("ImageClassification", {"num_hidden_layers": 2, "num_attention_heads": 4}),
+}
+
+
+def trained(name: str, device: str) -> None:
+    """Training steps of a small model of transformers, in 16 bits and in 32."""
+    import transformers
+
+    kind, sizes = MODELS[name]
+    sizes = {**sizes, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 1024, "use_cache": False}
+    for dtype in (torch.bfloat16, torch.float32):
+        config = transformers.AutoConfig.for_model(name, **sizes)
+        model = getattr(transformers, f"AutoModelFor{kind}").from_config(config).to(device, dtype).train()
+        words = torch.zeros(4, 512, dtype=torch.int64, device=device)
+        inputs = {"input_ids": words, "labels": words}
+        if name == "vit":
+            images = torch.ones(8, 3, 224, 224, dtype=dtype, device=device)
+            inputs = {"pixel_values": images, "labels": torch.zeros(8, dtype=torch.int64, device=device)}
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            model(**inputs).loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def see(made: Any, mode: Taking) -> None:
     """Prints what the operations take that some source runs."""
-    if isinstance(made, type):
+    if isinstance(made, partial):
         with mode:
-            steps(made)
+            made(mode.device)
         return
-    for call, x, args, kwargs in samples_of(made) if hasattr(made, "sample_inputs") else modules_of(made):
+    calls = samples_of if hasattr(made, "sample_inputs") else modules_of
+    for call, x, args, kwargs in calls(made, mode.device):
         with suppress(Exception):  # whatever it raises by itself in this layout
             torch.manual_seed(0)
             wanted = tree_map(lambda v: v.detach().clone().requires_grad_() if is_float(v) else v, x)
@@ -488,14 +572,14 @@ def see(made: Any, mode: Taking) -> None:
                     loss(found).backward()
 
 
-def modules_of(info: Any) -> Iterator[tuple[Callable[..., Any], Any, Any, Any]]:
+def modules_of(info: Any, device: str) -> Iterator[tuple[Callable[..., Any], Any, Any, Any]]:
     """Calls of a module on some of its inputs in each type and layout."""
     for dtype in (torch.float32, torch.bfloat16):
-        inputs = info.module_inputs_func(info, device="cpu", dtype=dtype, requires_grad=True, training=True)
+        inputs = info.module_inputs_func(info, device=device, dtype=dtype, requires_grad=True, training=True)
         for one, _ in zip(inputs, range(2), strict=False):
             made, given = one.constructor_input, one.forward_input
             if given is not None and given.args:
-                module = info.module_cls(*made.args, **made.kwargs).train().to(dtype)
+                module = info.module_cls(*made.args, **made.kwargs).train().to(device, dtype)
                 yield from ((module, x, given.args[1:], given.kwargs) for x in layouts(given.args[0]))
 
 
@@ -504,91 +588,162 @@ def is_float(value: Any) -> bool:
 
 
 def sources() -> dict[str, Any]:
-    """What is run to see what operations take: operations, modules and optimizers, by name."""
+    """What is run to see what operations take, by name: operations, modules, and what takes the device alone."""
     catalogue()
     from torch.testing._internal.common_methods_invocations import op_db
     from torch.testing._internal.common_modules import module_db
 
     optimizers = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
-    known = {**{info.name: info for info in module_db}, **dict(named(op_db))}
-    return {**known, **{f"optim.{kind.__name__}": kind for kind in optimizers}}
+    kernels = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH)
+    models = MODELS if importlib.util.find_spec("transformers") else ()
+    return {
+        **{info.name: info for info in module_db},
+        **dict(named(op_db)),
+        **{f"optim.{kind.__name__}": partial(steps, kind) for kind in optimizers},
+        **{f"attention {kernel.name}": partial(attending, kernel) for kernel in kernels},
+        **{f"a step of {name}": partial(trained, name) for name in models},
+    }
 
 
-def write(path: Path) -> None:
-    """Writes the list of operations that take nothing, and in which circumstances.
+def write(path: Path, names: list[str], device: str, jobs: int) -> None:
+    """Writes the list of operations that take nothing, and in which circumstances; prints what the others take.
 
     Of those that never had a large argument, only what took not a byte is in it: some bytes may be a share of a few.
     """
-    most: defaultdict[str, dict[str, int]] = defaultdict(dict)
+    most: defaultdict[str, dict[str, tuple[int, int]]] = defaultdict(dict)
     on_large: set[tuple[str, str]] = set()
     others: set[tuple[str, str]] = set()
-    for one in run_apart(sorted(sources()), "--see"):
+    mixed = random.Random(0).sample(names, len(names))  # so that no batch has all that takes long
+    done = 0
+    for one in run_apart(mixed, "--see", device, jobs):
         if "op" in one:
             known, where = most[one["op"]], one["circumstances"]
-            known[where] = max(known.get(where, 0), one["taken"])
+            known[where] = max(known.get(where, (0, 0)), (one["taken"], one["of"]))
             if one["unlike"]:
                 others.add((one["op"], where))
             if one["large"]:
                 on_large.add((one["op"], where))
-        elif one["verdict"] != "seen":
-            print(f"{one['name']:45} {one['verdict']} {one['why']}")
-    lines = [f"# What takes nothing: at most {NOTHING} bytes while it runs, on the CPU. Written, with torch 2.13, by"]
-    lines += ["# python benchmarks/catalogue.py --write src/torch_recompute/memory/takes_nothing.txt"]
+            continue
+        done += 1
+        if one["verdict"] != "seen":
+            print(f"{one['name']:45} {one['verdict']} {one['why']}", flush=True)
+        if not done % 100:
+            print(f"{done} of {len(names)}", flush=True)
+    there = "the CPU" if device == "cpu" else f"CUDA {'.'.join(map(str, torch.cuda.get_device_capability()))}"
+    on = "" if device == "cpu" else f"--on {device} "
+    version = ".".join(torch.__version__.split(".")[:2])
+    lines = [f"# What takes nothing: at most {NOTHING} bytes while it runs, on {there}. "]
+    lines[0] += f"Written, with torch {version}, by"
+    lines += [f"# python benchmarks/catalogue.py {on}--write src/torch_recompute/memory/{path.name}"]
     lines += ["# With a star: its results are laid out in another way, or in larger memory, than PyTorch's fake ones."]
+    if device != "cpu":
+        lines += ["# With nothing after the colon: it was seen, and took something in all circumstances."]
+    clear = 0
     for op, known in sorted(most.items()):
         most_of = {where: NOTHING if (op, where) in on_large else 0 for where in known}
-        nothing = sorted(f"{w}{'*' * ((op, w) in others)}" for w, taken in known.items() if taken <= most_of[w])
-        lines += [f"{op}: {', '.join(nothing)}"] if nothing else []
+        taking = sorted(where for where, (taken, _) in known.items() if taken > most_of[where])
+        nothing = sorted(f"{where}{'*' * ((op, where) in others)}" for where in known.keys() - taking)
+        clear += bool(nothing)
+        if nothing or device != "cpu":
+            lines += [f"{op}: {', '.join(nothing)}" if nothing else f"{op}:"]
+        for where in taking:
+            print(f"{op}: {where} takes {known[where][0]:,} beside {known[where][1]:,} bytes")
     path.write_text("\n".join(lines) + "\n", "utf-8")
-    print(f"{len(most)} operations, of which {len(lines) - 3} take nothing in some circumstances")
+    print(f"{len(most)} operations, of which {clear} take nothing in some circumstances")
 
 
-def run_here(names: list[str], seeing: bool) -> None:
+def run_here(names: list[str], seeing: bool, device: str) -> None:
     """Prints the name of each case, then its verdict, as a line of JSON."""
     warnings.simplefilter("ignore")
     cases: dict[str, Any] = sources() if seeing else catalogue()
-    mode = Taking()
+    mode = Taking(device)
+    if device == "cuda":
+        warm_up()
     for name in names:
         print(json.dumps({"begins": name}), flush=True)
-        found = see(cases[name], mode) if seeing else examined(cases[name])
-        print(json.dumps({"name": name, **(found or {"verdict": "seen"})}), flush=True)
+        found = seen_here(cases[name], mode) if seeing else examined(cases[name])
+        print(json.dumps({"name": name, **found}), flush=True)
 
 
-def run_apart(names: list[str], how: str = "--here") -> Iterator[dict[str, Any]]:
-    """What cases say that run in another process, and their verdicts; a case that ends it is one, too."""
-    left = list(names)
+def seen_here(made: Any, mode: Taking) -> dict[str, Any]:
+    """The verdict on a source; it ends the process where its kernels have left the device of no use."""
+    found = {"verdict": "seen"}
+    try:
+        see(made, mode)
+    except Exception as error:  # whatever it raises by itself
+        found = {"verdict": "plain", "why": f"{type(error).__name__}: {error}"[:200]}
+    if mode.device == "cuda":
+        torch.cuda.synchronize()
+    return found
+
+
+def run_apart(names: list[str], how: str = "--here", device: str = "cpu", jobs: int = 1) -> Iterator[dict[str, Any]]:
+    """What cases say that run in other processes, and their verdicts; a case that ends its process is one, too."""
+    size = min(BATCH, -(-len(names) // jobs))
+    batches = [names[start : start + size] for start in range(0, len(names), size)]
+    with ThreadPoolExecutor(jobs) as pool:
+        for found in pool.map(lambda batch: list(run_batch(batch, how, device)), batches):
+            yield from found
+
+
+def run_batch(left: list[str], how: str, device: str) -> Iterator[dict[str, Any]]:
+    """What the cases of a batch say, in one process after another until none is left."""
     while left:
-        batch = left[:BATCH]
         begun, done = "", 0
-        command = [sys.executable, __file__, how, *batch]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as child:
+        command = [sys.executable, __file__, "--on", device, how, *left]
+        with (
+            tempfile.TemporaryFile("w+", errors="replace") as errors_of,
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors_of, text=True) as child,
+        ):
             assert child.stdout is not None
+            watch = threading.Timer(LONGEST, child.kill)  # from its first word on
             for line in child.stdout:
+                watch.cancel()
+                watch = later(child.kill)
                 said = json.loads(line) if line.startswith("{") else {}
                 begun = said.get("begins", begun)
                 done += "verdict" in said
                 if "verdict" in said or "op" in said:
                     yield said
-        if done < len(batch) and begun == batch[done]:
-            yield {"name": begun, "verdict": "killed", "why": f"the process ended with {child.returncode}"}
+            watch.cancel()
+            status = child.wait()
+            errors_of.seek(0)
+            raised = re.findall(r"^[\w.]+(?:Error|Exception)\b.*", errors_of.read(), re.MULTILINE)
+        why = ": ".join([str(status), *raised[-1:]])
+        if done < len(left) and begun == left[done]:
+            yield {"name": begun, "verdict": "killed", "why": f"the process ended with {why}"}
             done += 1
-        elif done < len(batch):
-            raise RuntimeError(f"the process could not begin: exit status {child.returncode}")
+        elif done < len(left):
+            raise RuntimeError(f"the process could not begin: exit status {why}")
         left = left[done:]
+
+
+def later(call: Callable[[], object]) -> threading.Timer:
+    """Calls a function after `LONGEST`, unless that is canceled."""
+    timer = threading.Timer(LONGEST, call)
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 def main() -> None:
     """Prints one line per case that is not exact, and how many there are of each verdict."""
-    says = {"here": "these alone, in this process, as lines of JSON", "see": "what these take, as lines of JSON"}
+    says = {
+        "here": "these alone, in this process, as lines of JSON",
+        "see": "what these take, as lines of JSON",
+        "on": "the device that --write is for: cpu (default) or cuda",
+        "jobs": "how many processes run at a time (default 1)",
+    }
     options = arguments(__doc__ or "", only="these alone", write="the list of what takes nothing, to this file", **says)
+    device, jobs = (options.on or ["cpu"])[0], int((options.jobs or ["1"])[0])
     if options.here or options.see:
-        run_here(options.here or options.see, bool(options.see))
+        run_here(options.here or options.see, bool(options.see), device)
         return
     if options.write:
-        write(Path(options.write[0]))
+        write(Path(options.write[0]), options.only or sorted(sources()), device, jobs)
         return
     figures: list[dict[str, Any]] = []
-    for one in run_apart(options.only or sorted(catalogue())):
+    for one in run_apart(options.only or sorted(catalogue()), jobs=jobs):
         figures.append(one)
         if one["verdict"] != "exact":
             print(f"{one['name']:45} {one['verdict']:8} {one.get('off', '')} {one.get('why', '')}"[:230], flush=True)

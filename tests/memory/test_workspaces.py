@@ -140,19 +140,64 @@ def test_results_are_laid_out_as_their_kernel_does(asked: list[Any]) -> None:
     assert len(asked) == 1
 
 
-def test_every_line_is_of_an_operation() -> None:
-    """The written list names operations of this torch, says how it was written, and circumstances as they are asked."""
-    text = (Path(workspaces.__file__).parent / "takes_nothing.txt").read_text("utf-8").splitlines()
-    header, lines = text[:3], text[3:]
-    assert "benchmarks/catalogue.py --write" in header[1]
+@pytest.mark.parametrize("where", ["", "_on_cuda"])
+def test_every_line_is_of_an_operation(where: str) -> None:
+    """The written lists name operations of this torch, say how they were written, and circumstances as are asked."""
+    text = (Path(workspaces.__file__).parent / f"takes_nothing{where}.txt").read_text("utf-8").splitlines()
+    size = 4 if where else 3
+    header, lines = text[:size], text[size:]
+    assert "benchmarks/catalogue.py --" in header[1]
+    assert header[1].endswith(f"--write src/torch_recompute/memory/takes_nothing{where}.txt")
     assert all(line.startswith("# ") for line in header)
     for line in lines:
-        name, said = line.split(": ")
+        name, _, said = line.partition(":")
         assert getattr(aten, name.removeprefix("aten.")).overloads(), name
-        for words in said.split(", "):
+        for words in said[1:].split(", ") if said or not where else ():
             *kinds, layout = words.removesuffix("*").replace("+", " ").split(" ")
             assert layout in ("contiguous", "dense", "gaps", "unlike"), line
             assert all(not kind or hasattr(torch, kind) for kind in kinds), line
+
+
+@pytest.fixture
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Of CUDA is known that a sort takes nothing where all is contiguous, and that tanh was seen to take something."""
+    real: Any = workspaces._nothing
+    there = {"aten.sort": {"bfloat16 contiguous": True}, "aten.tanh": {}}
+    monkeypatch.setattr(workspaces, "_nothing", lambda where="": there if where else real())
+    workspaces._clear.cache_clear()
+    yield
+    workspaces._clear.cache_clear()
+
+
+class Sorting(nn.Module):
+    """A sort, which takes something on the CPU, and functions that take nothing there."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.mish(x.sort(0)[0].tanh())
+
+
+@pytest.mark.parametrize(("target", "taking"), [("cuda 8.0", "tanh"), ("cuda 9.0", "tanh"), ("cuda", "sort")])
+def test_a_step_for_cuda_has_its_list(on_cuda: None, target: str, taking: str) -> None:
+    """What it lacks is said. The CPU's list stands in for what was never seen there, and for all on AMD's devices."""
+    x = torch.ones(8, 4, dtype=torch.bfloat16).requires_grad_()
+    step = simulate_step(TrainingStep(Sorting(), (x,), loss=mean_loss, device=Where(target=target)))
+    said = " ".join(words for words in step.assumed if "takes while it runs is not known" in words)
+    assert re.findall(r"aten\.(sort|tanh|mish)\b", said) == [taking]
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_the_list_of_cuda_is_by_types_as_they_are(on_cuda: None, kind: torch.dtype) -> None:
+    """16 bits are not 32 on CUDA, but of one kind; what was seen in another way is not known to take nothing."""
+    x = torch.ones(8, 4)
+    sort, tanh, exp = aten.sort.default, aten.tanh.default, aten.exp.default
+    assert takes_nothing(sort, ((x.to(kind),), {}), "cuda 9.0")
+    assert not takes_nothing(sort, ((x.to(kind),), {}), "cuda")
+    assert not takes_nothing(sort, ((x,), {}), "cuda 9.0")
+    assert not takes_nothing(sort, ((x.to(kind).t(),), {}), "cuda 9.0")
+    assert takes_nothing(tanh, ((x,), {}), "cuda")
+    assert not takes_nothing(tanh, ((x.to(kind),), {}), "cuda 9.0")
+    assert takes_nothing(exp, ((x.to(kind).t(),), {}), "cuda 9.0")  # never seen there
+    assert takes_nothing(aten.view.default, ((x, [32]), {}), "cuda 9.0")
 
 
 CIRCUMSTANCES: dict[str, Callable[[], tuple[Any, ...]]] = {

@@ -15,6 +15,11 @@ which, and in which circumstances (types and layouts of their tensors). `benchma
 operation and layer that it runs. What is not in it is asked. Rejected: a list of those that take something, which is
 silent about what it lacks.
 
+A GPU that is not at hand cannot be asked. For CUDA `takes_nothing_on_cuda.txt` is a list of the same kind, written on
+an H100 (9.0), which stands in for the other capabilities. It also names each operation that was only seen to take
+something, so that what is known of the CPU stands in for those alone that were never seen there; for AMD's devices it
+stands in for all.
+
 Two things are known without asking: attention on CUDA (`attention_on_cuda`; the sources say how much, which counts
 for a GPU that is not at hand, with dropout, and where the operation alone would take too long), and `kept_by_cublas`.
 
@@ -90,50 +95,58 @@ _NOTHING = Taken(0)
 
 
 @functools.cache
-def _nothing() -> Mapping[str, Mapping[str, bool]]:
+def _nothing(where: str = "") -> Mapping[str, Mapping[str, bool]]:
     """The circumstances in which operations take nothing, by their names; whether results are as fake ones say."""
-    lines = Path(__file__).with_name("takes_nothing.txt").read_text("utf-8").splitlines()
-    words = (line.split(": ") for line in lines if line and not line.startswith("#"))
-    return {name: {one.rstrip("*"): one[-1:] != "*" for one in said.split(", ")} for name, said in words}
+    lines = Path(__file__).with_name(f"takes_nothing{where}.txt").read_text("utf-8").splitlines()
+    words = (line.partition(":") for line in lines if line and not line.startswith("#"))
+    return {name: {one.rstrip("*"): one[-1:] != "*" for one in said[1:].split(", ") if one} for name, _, said in words}
 
 
-def takes_nothing(func: Any, inputs: Any, on_gpu: bool = False) -> bool:
+def takes_nothing(func: Any, inputs: Any, target: str = "") -> bool:
     """Whether it is known that an operation takes no more than some numbers.
 
     Args:
         func: Its overload.
         inputs: Its positional and its keyword arguments.
-        on_gpu: Whether that is asked for a GPU that is not here. What is known of the CPU then stands in, and that of
+        target: The device, as "cuda 9.0", where that is asked for one that is not here. CUDA of any capability has the
+            list of 9.0. What is not in it, and for a device without a capability all, is what is known of the CPU, by
             32 bits for 16, which the CPU computes by other means.
     """
-    return _listed(func, inputs, on_gpu) is not None
+    return _listed(func, inputs, target) is not None
 
 
-def _listed(func: Any, inputs: Any, on_gpu: bool = False) -> bool | None:
+def _listed(func: Any, inputs: Any, target: str = "") -> bool | None:
     """Whether results are as fake tensors say, for an operation that takes nothing; None for one not known to."""
-    clear = _clear(func)
-    return clear is None or (clear.get(circumstances(inputs, on_gpu)) if clear else None)
+    clear, like = _clear(func, target)
+    return clear is None or (clear.get(circumstances(inputs, like)) if clear else None)
+
+
+_Types = Mapping[torch.dtype, torch.dtype]
+_THEIR_OWN: _Types = {}
+_ON_CPU: _Types = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+_ON_CUDA: _Types = {torch.float16: torch.bfloat16}  # kernels are of one source for both
 
 
 @functools.cache
-def _clear(func: Any) -> Mapping[str, bool] | None:
-    """The circumstances in which an operation takes nothing, as `_nothing` has them; None for any."""
+def _clear(func: Any, target: str) -> tuple[Mapping[str, bool] | None, _Types]:
+    """The circumstances in which an operation takes nothing, None for any; and types that stand in for others there."""
     if getattr(func, "is_view", False) or getattr(func, "namespace", "") in _TAKING_NOTHING:
-        return None
-    return _nothing().get(str(getattr(func, "overloadpacket", "")), {})
+        return None, _THEIR_OWN
+    name = str(getattr(func, "overloadpacket", ""))
+    if target.startswith("cuda ") and name in _nothing("_on_cuda"):
+        return _nothing("_on_cuda")[name], _ON_CUDA
+    return _nothing().get(name, {}), _ON_CPU if target else _THEIR_OWN
 
 
-_HALVES = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
-
-
-def circumstances(inputs: Any, on_gpu: bool = False) -> str:
+def circumstances(inputs: Any, like: _Types = _THEIR_OWN) -> str:
     """The types of some arguments and the worst of their layouts, such as "float32+int64 dense".
 
-    Worst is that two of one shape have unlike ones: then a kernel that goes over both copies one.
+    Worst is that two of one shape have unlike ones: then a kernel that goes over both copies one. `like` has types that
+    stand in for others.
     """
     found: dict[Any, Any] = {}
     worst = _look(inputs, found, 0)
-    kinds = {_HALVES.get(kind, kind) if on_gpu else kind for kind in found if type(kind) is torch.dtype}
+    kinds = {like.get(kind, kind) for kind in found if type(kind) is torch.dtype}
     return f"{'+'.join(sorted(str(kind)[6:] for kind in kinds))} {_LAYOUTS[worst]}"
 
 

@@ -141,7 +141,7 @@ class FakeMode(TorchDispatchMode):
         known = attention_on_cuda(ran.func, ran.args) if self.capability else None
         if known is not None:
             return known
-        nothing = not ran.given or takes_nothing(ran.func, inputs, on_gpu=True)
+        nothing = not ran.given or takes_nothing(ran.func, inputs, self._target)
         return 0 if nothing else f"there is no {self._target} device here to ask"
 
     @classmethod
