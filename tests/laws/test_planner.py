@@ -24,7 +24,8 @@ from torch_recompute.plan.choice import joined
 from torch_recompute.plan.plan import Prediction
 from torch_recompute.plan.roles import inside
 from torch_recompute.planner import planner as planning
-from torch_recompute.planner.candidates import Guess, all_guesses, record
+from torch_recompute.planner.candidates import Carries, Guess, SegmentRecord, all_guesses, guesses, record
+from torch_recompute.planner.ops import Op
 from torch_recompute.planner.planner import Planner
 from torch_recompute.planner.prices import Overhead
 from torch_recompute.training_step import TrainingStep
@@ -53,8 +54,8 @@ class Row:
         plans = [self.planner.plan(share) for share in SHARES]
         return [(plan, plan.prediction) for plan in plans if plan.prediction is not None]
 
-    def guesses(self) -> Iterator[tuple[str, dict[Any, Guess]]]:
-        """For each kind of segment what is guessed of every choice, as FLOPs in the place of seconds."""
+    def records(self) -> Iterator[tuple[str, SegmentRecord, Carries]]:
+        """The operations of each kind of segment, and which regions of it carry decisions."""
         captured, planner = self.planner._captured, self.planner
         for kind in planner.costs.kinds:
             first = planner._kinds.index(kind)
@@ -62,6 +63,11 @@ class Row:
             with captured.running():
                 inputs = [x.detach().requires_grad_(x.requires_grad) for x in call.inputs]
                 found = record(call.steps[0][0], partial(call.run, inputs), inputs)
+            yield kind, found, carries
+
+    def guesses(self) -> Iterator[tuple[str, dict[Any, Guess]]]:
+        """For each kind of segment what is guessed of every choice, as FLOPs in the place of seconds."""
+        for kind, found, carries in self.records():
             every = all_guesses(found, lambda op: float(op.flops), Overhead(), carries)
             yield kind, {guess.regions: guess for guess in every}
 
@@ -96,6 +102,21 @@ def test_a_guess_is_what_a_trial_finds(row: Row) -> None:
             assert option.saved_bytes - guess.saved in (0, copies), option.regions
             assert guess.seconds == option.flops or (row.name in REPLAYS_TOO_MUCH and guess.seconds < option.flops)
     assert tried
+
+
+def test_the_least_choices_are_tried_whatever_operations_cost(row: Row) -> None:
+    """Of the choices that are tried, one is as small as any, for each number of layers that have it."""
+    for _, found, carries in row.records():
+        every = all_guesses(found, _upside_down, Overhead(), carries)
+        tried = guesses(found, _upside_down, 6, Overhead(), carries, 8)
+        for layers in range(1, 9):
+            sizes = [min(layers * guess.saved + guess.rebuilt for guess in some) for some in (every, tried)]
+            assert sizes[0] == sizes[1], layers
+
+
+def _upside_down(op: Op) -> float:
+    """A price that is high where others are low."""
+    return 1e9 / (1 + op.bytes)
 
 
 def test_a_prediction_is_what_is_simulated_and_measured(row: Row) -> None:

@@ -19,6 +19,7 @@ from torch_recompute.planner.alternatives import alternatives
 from torch_recompute.planner.cost import Host
 from torch_recompute.planner.hosts import Leave, waited
 from torch_recompute.planner.planner import Planner
+from torch_recompute.simulation.fused import fuse
 from torch_recompute.training_step import TrainingStep
 
 ONE_PROCESS = True
@@ -128,6 +129,37 @@ def test_a_stated_configuration_in_tiles() -> None:
     assert all("results differ by the order of sums" in words for words in tiled.tiled)
     assert tiled.step_seconds > whole.step_seconds
     assert real_step("llama", tiled.plan)[1] == tiled.peak_bytes
+
+
+def test_mlps_of_fused_layers_are_in_tiles() -> None:
+    """Kernels that have a row for each token are known to act on tokens; no stated peak is below the least plan's."""
+    net = copy.deepcopy(model())
+    fuse(net)
+    found = Planner(TrainingStep(net, (), BATCH, device="h100", loop=Loop()), leave=Leave(tiles=True))
+    assert any(choice.tiles and not choice.with_loss for choice in least(found))
+    (stated,) = peaks(net, BATCH, recompute="full", device="h100", tiles=True)
+    assert found.least[1].peak_bytes <= stated.peak_bytes
+
+
+class Centred(nn.Module):
+    """Takes the mean over tokens away."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(1, keepdim=True)
+
+
+def test_an_mlp_that_may_mix_tokens_is_named() -> None:
+    """It is in no tiles, and the plan says which operation is the reason."""
+    net = copy.deepcopy(model())
+    for layer in net.model.layers:
+        layer.mlp.act_fn = Centred()
+    for _ in range(2):  # the second goes on with what the first knows
+        plan = make_plan(net, kwargs=BATCH, budget=0, device="h100", tiles=True)
+        assert not any(choice.tiles and not choice.with_loss for choice in plan)
+        assert plan.prediction is not None
+        why = "not model.layers.0.mlp: aten.mean.dim is not known to act on each token alone"
+        assert why in plan.prediction.tiled
+        assert f"in tiles: {why}" in str(plan)
 
 
 def test_tiles_are_named_where_no_plan_fits() -> None:

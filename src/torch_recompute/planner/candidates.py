@@ -388,9 +388,9 @@ def all_guesses(
 
 
 def guesses(
-    found: SegmentRecord, price: Callable[[Op], float], most: int, host: Overhead, carries: Carries
+    found: SegmentRecord, price: Callable[[Op], float], most: int, host: Overhead, carries: Carries, segments: int
 ) -> list[Guess]:
-    """The choices worth trying, at most so many."""
+    """The choices worth trying, at most so many: first those that are the least for some of so many such segments."""
     every = all_guesses(found, price, host, carries)
     every.sort(key=lambda g: (g.saved, g.seconds, g.rebuilt, len(g.regions), sum(len(c.keep) for c in g.regions)))
     best: list[Guess] = []
@@ -402,8 +402,9 @@ def guesses(
             best.append(guess)
     by_saved = _nearest(best, lambda guess: guess.saved)
     by_both = _nearest(best, lambda guess: guess.saved + guess.rebuilt)
-    mixed = dict.fromkeys(itertools.chain.from_iterable(zip(by_saved, by_both, strict=True)))
-    return list(mixed)[:most]
+    mixed = itertools.chain.from_iterable(zip(by_saved, by_both, strict=True))
+    least = (min(best, key=lambda guess: n * guess.saved + guess.rebuilt) for n in range(1, segments + 1))
+    return list(dict.fromkeys((*least, *mixed)))[:most]
 
 
 def offloads(found: SegmentRecord) -> list[tuple[Choice, ...]]:

@@ -126,7 +126,8 @@ class Planner:
             seconds = step.loop.accumulate * once + self.optimizer_seconds
         if self.whole is not None:
             more = max(0.0, seconds - self.whole.costs.step_seconds)
-            self.always = replace(self.always, seconds=more, flops=self.base.flops["replay"])
+            words = (*self.always.words, *self._tiling.refused)
+            self.always = replace(self.always, seconds=more, flops=self.base.flops["replay"], words=words)
         self.costs = self._calibrated(self.base, plain, seconds, None)
         self._timing = f"{self.price.timing}{self._host_seconds}" if isinstance(self.price, Measured) else ""
         if isinstance(self.price, Measured):
@@ -319,6 +320,8 @@ class Planner:
                 if found[1].peak_bytes >= best[1].peak_bytes:
                     break
                 best = found
+            below = partial(choose, budget=best[1].peak_bytes - 1)  # by costs that are not exact
+            best = min((best, *self._checked(below, costs)), key=lambda found: found[1].peak_bytes)
         return best
 
     def _checked(self, solve: Callable[[Costs], Solution], first: Costs) -> Iterator[Checked]:
@@ -437,7 +440,8 @@ class Planner:
                 records[kind] = self._recorded(call)
             of = path if path in several else kind  # what is called several times has one choice for all its calls
             carries = partial(self._carries, path)
-            mine = guesses(records[kind], self._replayed, TRIED, self._host_seconds, carries)
+            segments = self._kinds.count(kind)
+            mine = guesses(records[kind], self._replayed, TRIED, self._host_seconds, carries, segments)
             guessed.setdefault(of, []).extend(mine)
         best: dict[Any, list[tuple[Choice, ...]]] = {}
         for kind, first in sorted(firsts.items(), key=lambda one: -self._kinds.count(one[0])):
@@ -521,7 +525,12 @@ class Planner:
         for mlp in (relative(mlp, path) for mlp in self._tiling.mlps if inside(mlp, path) and mlp != path):
             tile = Choice((mlp,), tiles=self._tiling.tiles)
             ops = (op for made in found.made if inside(made.module, mlp) for op in made.ops)
-            ways = (_around(option, mlp) for option in options) if acts_on_tokens(ops) else ()
+            mixes = next((op for op in ops if not acts_on_tokens(op)), None)
+            if mixes is not None:
+                why = f"not {joined(path, mlp)}: {mixes.func} is not known to act on each token alone"
+                self._tiling = self.known.tiling = replace(self._tiling, refused=(*self._tiling.refused, why))
+                continue
+            ways = (_around(option, mlp) for option in options)
             for others in dict.fromkeys(way for way in ways if way is not None):
                 doing(f"trying tiles for {path}")
                 tried = self._alone(path, call, (*others, tile))

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -36,6 +36,7 @@ from ..plan.roles import inside
 from ..plan.units import find_units
 from ..plan.wrappers import HeadWithLoss, wrappers_on
 from ..simulation import Simulation, simulate_step
+from ..simulation.fused import KERNEL
 from ..training_step import TrainingStep
 from .hosts import stores_for
 from .ops import Op
@@ -52,12 +53,14 @@ class InTiles:
         words: What is said of it.
         mlps: The paths of MLPs.
         tiles: How many tiles of each of them are enough; 1 where tiles would change nothing.
+        refused: MLPs that cannot be in tiles, each with the reason.
     """
 
     head: Choice | None
     words: str
     mlps: tuple[str, ...]
     tiles: int
+    refused: tuple[str, ...] = ()
 
 
 def in_tiles(step: TrainingStep, plan: Plan, simulations: Sequence[Simulation], mlps: Sequence[str]) -> InTiles:
@@ -190,12 +193,12 @@ def mlps_of(step: TrainingStep) -> list[str]:
 _TOKENWISE = {"aten::mm", "aten::addmm", "aten::linear", "aten::_softmax", "aten::native_dropout", "aten::clone"}
 
 
-def acts_on_tokens(ops: Iterable[Op]) -> bool:
-    """Returns whether some operations on [batch, tokens, width] act on each token alone."""
-    pointwise = torch.Tag.pointwise
-    return all(
-        pointwise in getattr(op.func, "tags", ()) or op.func.name().partition(".")[0] in _TOKENWISE for op in ops
-    )
+def acts_on_tokens(op: Op) -> bool:
+    """Returns whether an operation on [batch, tokens, width] is known to act on each token alone."""
+    if torch.Tag.pointwise in getattr(op.func, "tags", ()) or op.func.name().partition(".")[0] in _TOKENWISE:
+        return True
+    given = (*op.read, *op.results)  # a fused kernel has a row for each token in all that it reads and makes
+    return op.func is KERNEL and len({meta.shape[:-1] for meta in given}) == 1
 
 
 def mlps_in_words(step: TrainingStep, paths: Sequence[str], count: int, simulation: Simulation) -> str:

@@ -92,7 +92,8 @@ def _allocated(
 _library.define("moves(Tensor(a!)[] tensors) -> ()")
 _library.impl("moves", lambda tensors: None, "CompositeExplicitAutograd")
 _library.impl("kernel", _allocated, "CompositeExplicitAutograd")
-_kernel: Any = torch.ops.torch_recompute.kernel.default
+KERNEL: Any = torch.ops.torch_recompute.kernel.default
+"""A fused kernel, as an operation."""
 
 
 def moved(given: Sequence[Any]) -> None:
@@ -127,7 +128,7 @@ class Dense(NamedTuple):
 
 def _run(reads: Sequence[torch.Tensor], makes: Sequence[Dense]) -> list[torch.Tensor]:
     sizes, strides = [n for one in makes for n in one.shape], [n for one in makes for n in one.stride]
-    return _kernel(list(reads), sizes, strides, [len(one.shape) for one in makes], [one.dtype for one in makes])
+    return KERNEL(list(reads), sizes, strides, [len(one.shape) for one in makes], [one.dtype for one in makes])
 
 
 class _Kernel(torch.autograd.Function):
