@@ -457,8 +457,8 @@ def _outside_autocast(device: str) -> Generator[None]:
     Inside of another autocast, the one that a replay enters would leave its casts of weights in the cache, and the next
     forward would find them there and not make them.
     """
-    around = torch.autocast_increment_nesting() - 1
-    for _ in range(around + 1):
+    around = torch.autocast_increment_nesting()
+    for _ in range(around + 1):  # with the context below, which counts too, there is none
         torch.autocast_decrement_nesting()
     try:
         with torch.autocast(device, enabled=False):
