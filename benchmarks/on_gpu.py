@@ -1,0 +1,228 @@
+"""Claim: a plan made without a GPU holds on one: no peak above the predicted by 1 %, no step slower than said by 5 %.
+
+    python benchmarks/on_gpu.py --plan h100                   # on any machine: what is planned and predicted, saved
+    python benchmarks/on_gpu.py --rounds 5 --save on_gpu-h100 # on that GPU: the same steps, run
+
+Each case is a command line of `torch-recompute plan`, for a model of a published size. Without a GPU it is asked for
+the peak of configurations and for plans; on the GPU that model is built with random weights, in a process of its own,
+and each way trains it: two steps, then as many as there are rounds, whose peak is CUDA's allocator's (what all tensors
+are given, rounded by it) and whose time is the median. The time of a way is compared as a ratio to the first way of its
+case, which needs no clock of the predicted device: how long a step takes is the data sheet's, and its column is there
+to see.
+
+A way that ends out of memory counts as missed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from _measure import RESULTS, arguments, finish
+
+from torch_recompute import Plan, apply
+from torch_recompute.commands import cli, models
+from torch_recompute.planner.configurations import configurations
+from torch_recompute.training_step import OPTIMIZERS, USUAL, TrainingStep
+
+GIB = 2**30
+HIGH, SLOW = 0.01, 0.05
+WARM = 2  # steps
+CASES: dict[str, tuple[str, ...]] = {  # ways: a configuration, or a budget
+    "llama3.2-3b --batch 2 --sequence 4096": ("none", "full", "52GiB", "40GiB"),
+    "gpt2-xl --batch 8 --sequence 1024": ("none", "full", "30GiB"),
+    "vit-h --batch 64": ("none", "full", "15GiB"),
+    "llama3-8b --batch 2 --sequence 4096": ("full", "64GiB", "72GiB"),
+    "gpt2-xl --batch 4 --sequence 1024 --dtype fp32 --autocast bf16": ("none", "full", "36GiB"),
+    "llama3-8b --batch 2 --sequence 4096 --lora 16:all-linear": ("full", "60GiB"),
+    "llama3.2-3b --batch 2 --sequence 4096 --layers compiled": ("none", "full"),
+    "llama3.2-3b --sequence 32768 --tiles --offload": ("30GiB", "40GiB"),
+    "gpt-oss-20b --sequence 4096 --lora 16": ("full", "60GiB"),
+}
+
+
+def planned_file(device: str) -> Path:
+    """Where the predictions for a device are."""
+    return RESULTS / f"on_gpu-{device}-planned.json"
+
+
+def asked(*words: str) -> Any:
+    """The document that `torch-recompute plan` prints."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        code = cli.main(["plan", *words, "--json", "--quiet"])
+    assert code == 0, (words, said.getvalue())
+    return json.loads(said.getvalue())
+
+
+def predicted(case: str, device: str) -> list[dict[str, Any]]:
+    """What is predicted of each way, and the plan where it is one."""
+    words = [*case.split(), "--device", device]
+    found: list[dict[str, Any]] = []
+    for way in CASES[case]:
+        if way[0].isdigit():
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder, "plan.json")
+                said = asked(*words, "--budget", way, "--out", str(path))["plan"]["prediction"]
+                plan = Plan.from_json(path.read_text()).to_json()
+        else:
+            fewer = [word for word in words if word not in ("--tiles", "--offload")]
+            said, plan = asked(*fewer, "--recompute", way)["configurations"][0], None
+        figures = {"peak_bytes": said["peak_bytes"], "step_seconds": said["step_seconds"]}
+        found.append({"case": case, "way": way, **figures, "plan": plan})
+        print(f"{case}, {way}: {said['peak_bytes'] / GIB:.2f} GiB, {said['step_seconds'] * 1000:.1f} ms", flush=True)
+    return found
+
+
+def compiled(model: torch.nn.Module) -> None:
+    """Compiles each of a model's layers by itself."""
+    torch._dynamo.config.recompile_limit = 64
+    for layer in model.get_submodule("model.layers").children():
+        layer.compile()
+
+
+def run_case(case: str, ways: list[dict[str, Any]], rounds: int, on: str) -> Iterator[dict[str, Any]]:
+    """Trains the model of a case in each way."""
+    args = cli.build_parser().parse_args(["plan", *case.split(), "--recompute", "none"])
+    torch.manual_seed(0)
+    around = allocated(on)
+    model = models.load(args.model, models.DTYPES.get(args.dtype or ""), on).model.train()
+    batch = models.random_batch(models.batch_for(model, args.model, args.batch, args.sequence), model, on)
+    model = models.with_adapters(model, args)
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = OPTIMIZERS[USUAL](trained)
+    for way in ways:
+        step = TrainingStep(model, (), batch)
+        plan = Plan.from_json(way["plan"]) if way["plan"] else configurations("way", way["way"], step)[way["way"]]
+        if args.layers == "compiled":
+            torch.compiler.reset()
+            compiled(model)
+        handle = apply(model, plan)
+        try:
+            yield {"case": case, "way": way["way"], **trained_as(model, batch, optimizer, args, rounds, on, around)}
+        except torch.OutOfMemoryError as error:
+            yield {"case": case, "way": way["way"], "failed": str(error).partition(". GPU")[0]}
+        handle.remove()
+        optimizer.zero_grad(set_to_none=True)
+        gc.collect()
+        if on == "cuda":
+            torch.cuda.empty_cache()
+
+
+def trained_as(
+    model: torch.nn.Module, batch: Any, optimizer: Any, args: Any, rounds: int, on: str, around: int
+) -> dict[str, Any]:
+    """The peak and the seconds of a model's steps as it is now."""
+    taken: list[float] = []
+    for number in range(WARM + rounds):
+        if number == WARM and on == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        start = clock(on)
+        with models.autocasting(model, args.autocast):
+            out = model(**batch)
+        out.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        taken.append(clock(on) - start)
+    loss = float(out.loss.detach())
+    peak = torch.cuda.max_memory_allocated() - around if on == "cuda" else 0
+    reserved = torch.cuda.max_memory_reserved() if on == "cuda" else 0
+    return {"peak_bytes": peak, "reserved_bytes": reserved, "loss": loss, "seconds": statistics.median(taken[WARM:])}
+
+
+def allocated(on: str) -> int:
+    return torch.cuda.memory_allocated() if on == "cuda" else 0
+
+
+def clock(on: str) -> float:
+    if on == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def run_apart(case: str, device: str, rounds: int, on: str) -> list[dict[str, Any]]:
+    """The rows of a case, run in a process of its own."""
+    command = [sys.executable, __file__, case, "--here", device, on, "--rounds", str(rounds)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"case"')]
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        rows += [{"case": case, "way": way, "failed": last} for way in CASES[case][len(rows) :]]
+    return rows
+
+
+def compared(rows: list[dict[str, Any]], before: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Rows that were run, beside what was predicted; the first of a case is what the others' seconds are ratios to."""
+    first: dict[str, tuple[float, float]] = {}
+    for row, said in zip(rows, before, strict=True):
+        assert (row["case"], row["way"]) == (said["case"], said["way"])
+        whole = {**row, "predicted_peak_bytes": said["peak_bytes"], "predicted_seconds": said["step_seconds"]}
+        if "failed" not in row:
+            base = first.setdefault(row["case"], (row["seconds"], said["step_seconds"]))
+            whole["peak_error"] = row["peak_bytes"] / said["peak_bytes"] - 1
+            whole["ratio"], whole["predicted_ratio"] = row["seconds"] / base[0], said["step_seconds"] / base[1]
+        yield whole
+
+
+def reached(row: dict[str, Any]) -> bool:
+    """Whether a row is as it was predicted."""
+    return "failed" not in row and row["peak_error"] <= HIGH and row["ratio"] / row["predicted_ratio"] - 1 <= SLOW
+
+
+def show(row: dict[str, Any]) -> None:
+    """Prints a row."""
+    where = f"  {row['way']:>6}  predicted {row['predicted_peak_bytes'] / GIB:6.2f} GiB"
+    if "failed" in row:
+        print(f"{where}, {row['failed']}", flush=True)
+        return
+    print(
+        f"{where}, {row['peak_bytes'] / GIB:6.2f} on the device ({row['peak_error']:+.2%}; reserved "
+        f"{row['reserved_bytes'] / GIB:.2f}); step x {row['predicted_ratio']:.3f}, there {row['ratio']:.3f} "
+        f"({row['predicted_seconds'] * 1000:,.0f} ms by the data sheet, {row['seconds'] * 1000:,.0f} ms)",
+        flush=True,
+    )
+
+
+def main() -> None:
+    """Plans, or runs what was planned and prints both."""
+    lists = {"plan": "predict, for this device", "here": "this case alone, in this process", "device": "whose plans"}
+    options = arguments(__doc__ or "", words="words of the cases to run (all)", **lists, on="cuda, or cpu to try it")
+    chosen = [case for case in CASES if not options.words or any(word in case for word in options.words)]
+    if options.plan:
+        rows = [row for case in chosen for row in predicted(case, options.plan[0])]
+        made = {"torch": torch.__version__, "ways": rows}
+        planned_file(options.plan[0]).write_text(json.dumps(made, indent=1) + "\n")
+        return
+    device = (options.here or options.device or ["h100"])[0]
+    before = json.loads(planned_file(device).read_text())["ways"]
+    if options.here:
+        for row in run_case(chosen[0], [w for w in before if w["case"] == chosen[0]], options.rounds, options.here[1]):
+            print(json.dumps(row), flush=True)
+        return
+    on = (options.on or ["cuda"])[0]
+    if on == "cuda" and not torch.cuda.is_available():
+        sys.exit(f"torch {torch.__version__} sees no CUDA device here; --plan h100 needs none.")
+    print(f"torch {torch.__version__}, {torch.cuda.get_device_name() if on == 'cuda' else 'CPU'}")
+    figures: list[dict[str, Any]] = []
+    for case in chosen:
+        print(case)
+        said = [way for way in before if way["case"] == case]
+        for row in compared(run_apart(case, device, options.rounds, on), said):
+            show(row)
+            figures.append(row)
+    finish(options, figures, all(map(reached, figures)), device=torch.cuda.get_device_name() if on == "cuda" else "cpu")
+
+
+if __name__ == "__main__":
+    main()
