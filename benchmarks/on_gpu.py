@@ -1,6 +1,7 @@
 """Claim: a plan made without a GPU holds on one: no peak above the predicted by 1 %, no step slower than said by 5 %.
 
-    python benchmarks/on_gpu.py --plan h100                   # on any machine: what is planned and predicted, saved
+    python benchmarks/on_gpu.py --plan h100                   # on any machine: plans and what is predicted, saved
+    python benchmarks/on_gpu.py --predict h100                # there too: what is predicted today for the saved plans
     python benchmarks/on_gpu.py --rounds 5 --save on_gpu-h100 # on that GPU: the same steps, run
 
 Each case is a command line of `torch-recompute plan`, for a model of a published size. Without a GPU it is asked for
@@ -66,23 +67,21 @@ def asked(*words: str) -> Any:
     return json.loads(said.getvalue())
 
 
-def predicted(case: str, device: str) -> list[dict[str, Any]]:
-    """What is predicted of each way, and the plan where it is one."""
+def predicted(case: str, way: str, device: str, plan: str | None) -> dict[str, Any]:
+    """What is predicted of a way; of a budget for its plan, which is made where it is not given."""
     words = [*case.split(), "--device", device]
-    found: list[dict[str, Any]] = []
-    for way in CASES[case]:
-        if way[0].isdigit():
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder, "plan.json")
-                said = asked(*words, "--budget", way, "--out", str(path))["plan"]["prediction"]
-                plan = Plan.from_json(path.read_text()).to_json()
-        else:
-            fewer = [word for word in words if word not in ("--tiles", "--offload")]
-            said, plan = asked(*fewer, "--recompute", way)["configurations"][0], None
-        figures = {"peak_bytes": said["peak_bytes"], "step_seconds": said["step_seconds"]}
-        found.append({"case": case, "way": way, **figures, "plan": plan})
-        print(f"{case}, {way}: {said['peak_bytes'] / GIB:.2f} GiB, {said['step_seconds'] * 1000:.1f} ms", flush=True)
-    return found
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "plan.json")
+        if plan is None and way[0].isdigit():
+            asked(*words, "--budget", way, "--out", str(path))
+            plan = path.read_text()
+        if plan is not None:
+            path.write_text(plan)
+        stated = [word for word in words if word not in ("--tiles", "--offload")]  # a plan says itself where
+        said = asked(*stated, "--recompute", way if plan is None else str(path))["configurations"][0]
+    print(f"{case}, {way}: {said['peak_bytes'] / GIB:.2f} GiB, {said['step_seconds'] * 1000:.1f} ms", flush=True)
+    figures = {"peak_bytes": said["peak_bytes"], "step_seconds": said["step_seconds"]}
+    return {"case": case, "way": way, **figures, "plan": None if plan is None else Plan.from_json(plan).to_json()}
 
 
 def compiled(model: torch.nn.Module) -> None:
@@ -196,16 +195,23 @@ def show(row: dict[str, Any]) -> None:
 
 def main() -> None:
     """Plans, or runs what was planned and prints both."""
-    lists = {"plan": "predict, for this device", "here": "this case alone, in this process", "device": "whose plans"}
+    lists = {
+        "plan": "plan and predict for this device",
+        "predict": "predict what is planned for this device",
+        "here": "this case alone, in this process",
+        "device": "whose plans",
+    }
     options = arguments(__doc__ or "", words="words of the cases to run (all)", **lists, on="cuda, or cpu to try it")
     chosen = [case for case in CASES if not options.words or any(word in case for word in options.words)]
-    if options.plan:
-        rows = [row for case in chosen for row in predicted(case, options.plan[0])]
+    device = (options.plan or options.predict or options.here or options.device or ["h100"])[0]
+    before = [] if options.plan else json.loads(planned_file(device).read_text())["ways"]
+    if options.plan or options.predict:
+        plans = {(way["case"], way["way"]): way["plan"] for way in before}
+        ways = [(case, way) for case in chosen for way in CASES[case]]
+        rows = [predicted(*way, device, plans.get(way)) for way in ways]
         made = {"torch": torch.__version__, "ways": rows}
-        planned_file(options.plan[0]).write_text(json.dumps(made, indent=1) + "\n")
+        planned_file(device).write_text(json.dumps(made, indent=1) + "\n")
         return
-    device = (options.here or options.device or ["h100"])[0]
-    before = json.loads(planned_file(device).read_text())["ways"]
     if options.here:
         for row in run_case(chosen[0], [w for w in before if w["case"] == chosen[0]], options.rounds, options.here[1]):
             print(json.dumps(row), flush=True)

@@ -23,11 +23,10 @@ from torch_recompute import BudgetError, Plan, apply, measure, simulate
 from torch_recompute._torch.storages import cpu_bytes_between
 from torch_recompute.devices import Where
 from torch_recompute.memory import workspaces
+from torch_recompute.memory.cuda_kernels import attention, kept_by_cublas, taken_on_cuda
 from torch_recompute.memory.loop import Loop
 from torch_recompute.memory.workspaces import (
-    attention_on_cuda,
     circumstances,
-    kept_by_cublas,
     results,
     takes_nothing,
     workspace,
@@ -489,7 +488,7 @@ BACKWARDS = {
     "flash, of sizes that are rounded up": ("flash", ((2, 3, 100, 80),) * 3, torch.float16, 4 * 2 * 3 * 128 * (96 + 1)),
     "flash, of wide heads": ("flash", ((1, 1, 128, 200),) * 3, torch.float16, 4 * 128 * (256 + 1)),
     "cuDNN": ("cudnn", LATENT, torch.bfloat16, 4 * 128 * 4096 * (192 + 1)),
-    "cuDNN, of grouped heads": ("cudnn", GROUPED, torch.bfloat16, GIB // 2 + 4 * 32 * 32_768),
+    "cuDNN, of grouped heads": ("cudnn", GROUPED, torch.bfloat16, GIB + 4 * 32 * 32_768),
     "efficient": ("efficient", LATENT, torch.bfloat16, 4 * 128 * 4096 * (192 + 1)),
     "efficient in 32 bits": ("efficient", LATENT, torch.float32, 4 * 128 * 4096),
 }
@@ -509,8 +508,56 @@ def test_the_backward_of_attention_sums_in_32_bits_on_cuda(name: str) -> None:
     """Finding 13: its workspace is what the kernels' sources allocate: the queries' gradient again, and more."""
     kind, shapes, dtype, wanted = BACKWARDS[name]
     func, args = attention_of(kind, shapes, dtype)
-    assert attention_on_cuda(func, args) == wanted
-    assert attention_on_cuda(aten.mm.default, args) is None
+    assert attention(func, args) == wanted
+    assert attention(aten.mm.default, args) is None
+
+
+ON_H100 = {  # MiB that the allocator of an H100 was seen to give, torch 2.11
+    "a bias": (aten.sum.dim_IntList, [(16448, 1280)], ([0], True), 132.50),
+    "a wide bias": (aten.sum.dim_IntList, [(8192, 6400)], ([0], True), 134.38),
+    "the weight of a norm": (aten.sum.dim_IntList, [(1, 4096, 3072)], ([0, 1], True), 96.00),
+    "tokens of GPT-2": (aten.embedding_dense_backward.default, [(8, 1024, 1600), (8, 1024)], (50257, -1, False), 55.38),
+    "tokens of a Llama": (
+        aten.embedding_dense_backward.default,
+        [(1, 4096, 3072), (1, 4096)],
+        (128256, -1, False),
+        52.98,
+    ),
+    "attention": (aten._scaled_dot_product_cudnn_attention_backward.default, [(8, 25, 1024, 64)] * 4, (), 50.78),
+    "heads of keys that queries share": (
+        aten._scaled_dot_product_cudnn_attention_backward.default,
+        [(1, 24, 4096, 128)] * 2 + [(1, 8, 4096, 128)] * 2,
+        (),
+        96.38,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ON_H100)
+def test_formulas_are_what_an_h100_took(name: str) -> None:
+    """Kernels of which it is known what they take on CUDA took it there."""
+    func, shapes, rest, wanted = ON_H100[name]
+    tensors = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes]
+    assert (taken_on_cuda(func, (*tensors, *rest), (9, 0)) or 0) / 2**20 == pytest.approx(wanted, abs=0.01)
+
+
+SUMS = {  # of all values; along rows; few; not contiguous; a device of which it is not known
+    "whole": (((4096, 4096), None, (9, 0)), 4 * 528 + 4),
+    "rows": (((8192, 4096), [1], (9, 0)), 0),
+    "few": (((64, 64), [0], (9, 0)), 0),
+    "fewer processors": (((16448, 1280), [0], (8, 0)), 4 * 1280 * 173 * 128 + 40),
+    "unknown device": (((16448, 1280), [0], (10, 3)), None),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_blocks_that_share_a_sum(name: str) -> None:
+    """Blocks share a sum where each of its values is of many, and a device has room for them."""
+    (shape, dims, capability), wanted = SUMS[name]
+    given = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    assert taken_on_cuda(aten.sum.dim_IntList, (given, dims), capability) == wanted
+    apart = torch.empty((*shape, 2), dtype=torch.bfloat16, device="meta")[..., 0]
+    assert taken_on_cuda(aten.sum.dim_IntList, (apart, dims), capability) is None
 
 
 class Attending(nn.Module):
@@ -529,7 +576,7 @@ def test_a_step_for_a_gpu_counts_workspaces(monkeypatch: pytest.MonkeyPatch) -> 
     """Finding 13: the promised peak has attention's, in its backward, and cuBLAS's, which no forward keeps."""
     x = torch.randn(2, 128, 64, dtype=torch.bfloat16)
     counted = simulate_step(TrainingStep(Attending(), (x,), loss=mean_loss, device=Where(target="cuda 8.0")))
-    monkeypatch.setattr("torch_recompute.simulation.fake_mode.attention_on_cuda", lambda *_: 0)
+    monkeypatch.setattr("torch_recompute.simulation.fake_mode.taken_on_cuda", lambda *_: 0)
     without = simulate_step(TrainingStep(Attending(), (x,), loss=mean_loss, device=Where(target="cuda 8.0")))
     assert counted.peak_bytes - without.peak_bytes == 4 * 2 * 2 * 128 * (32 + 1)
     assert counted.saved_bytes < kept_by_cublas((8, 0)) < without.peak_bytes

@@ -20,8 +20,7 @@ an H100 (9.0), which stands in for the other capabilities. It also names each op
 something, so that what is known of the CPU stands in for those alone that were never seen there; for AMD's devices it
 stands in for all.
 
-Two things are known without asking: attention on CUDA (`attention_on_cuda`; the sources say how much, which counts
-for a GPU that is not at hand, with dropout, and where the operation alone would take too long), and `kept_by_cublas`.
+What CUDA's own kernels take is known for some without asking (`cuda_kernels.py`).
 
 The operation runs on a thread of its own, on which no mode, no autocast and no profiler of the caller is active, and
 changes no tensor of the caller. Values are ones; integers and masks are the caller's where these are real. Generators
@@ -35,8 +34,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-import os
-import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -54,10 +51,9 @@ from .._torch.tensors import mapped
 from ..state import DEFAULT
 from ..stores.measured import PriceFile, folder, full_name
 from . import allocator
+from .cuda_kernels import attention
 from .free import host_memory
 from .ledger import SCALARS, leaves, storages
-
-SDPA = "_scaled_dot_product"
 
 aten: Any = torch.ops.aten
 _CUDNN: Any = aten._cudnn_rnn.default
@@ -252,7 +248,7 @@ def _seen(func: Any, inputs: Any) -> Taken | str:
             return _known[key]
     except TypeError:
         return "an argument cannot be made up"
-    formula = attention_on_cuda(func, inputs[0])
+    formula = attention(func, inputs[0])
     drops_out = any(isinstance(value, float) and 0 < value < 1 for value in inputs[0])  # of attention's the only such
     draws = drops_out if formula is not None else torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
     kept = _file(device)
@@ -331,59 +327,6 @@ def reserve(func: Any, inputs: Any) -> int | str:
     if isinstance(one, str) or isinstance(two, str):
         return two
     return two + (two - one) * max(0, steps - fewer) // (fewer - fewer // 2) + masks
-
-
-@functools.cache
-def _name(func: Any) -> str:
-    return str(getattr(func, "overloadpacket", "")).removeprefix("aten.")
-
-
-def attention_on_cuda(func: Any, args: Sequence[Any]) -> int | None:
-    """Returns the bytes that an attention kernel takes on CUDA, by its sources; None for what is no such kernel.
-
-    Each backward sums the queries' gradient in 32 bits and has a number per query:
-
-    - flash (`flash_api.cpp`, `mha_bwd`): rows of a multiple of 128 and widths of a multiple of 32, or 256 above 192;
-      with fewer heads of keys than of queries, gradients of keys and values for all heads as well
-    - efficient (`attention_backward.cu`): rows and widths of multiples of 64 where the type has 16 bits, else only the
-      number per query; its forward sums the result in 32 bits where values are wider than 128
-    - cuDNN from 9.0 on (`scaled_dot_product_flash_attention.h` of its frontend): rows and widths as they are
-    """
-    name = _name(func)
-    if not name.startswith(SDPA) or "for_cpu" in name or "math" in name:
-        return None
-    back = name.endswith("_backward")
-    query, key, value = args[back : back + 3]
-    batch, heads, rows, width = query.shape
-    half = query.dtype.itemsize == 2
-    if not back:
-        wide = "efficient" in name and half and value.shape[-1] > 128
-        return 4 * batch * heads * rows * value.shape[-1] if wide else 0
-    if "flash" in name:
-        accumulated = _up(rows, 128) * ((_up(width, 32) if width <= 192 else 256) + 1)
-    elif "efficient" in name:
-        accumulated = (_up(rows, 64) * _up(width, 64) if half else 0) + rows
-    else:
-        accumulated = rows * (width + 1)
-    grouped = "flash" in name and key.shape[1] != heads
-    spread = batch * heads * key.shape[-2] * (width + value.shape[-1]) * query.dtype.itemsize if grouped else 0
-    return 4 * batch * heads * accumulated + spread
-
-
-def kept_by_cublas(capability: tuple[int, int]) -> int:
-    """Returns the bytes that cuBLAS keeps on a device: a workspace for the forward's thread, one for the backward's.
-
-    It is allocated at a thread's first product, as a tensor is, and stays (`CublasHandlePool.cpp`).
-    `CUBLAS_WORKSPACE_CONFIG` says how large, as kilobytes and counts.
-    """
-    said = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")) or (
-        [("4096", "8")] if capability[0] in (9, 10, 12) else [("4096", "2"), ("16", "8")]
-    )
-    return 2 * sum(1024 * int(size) * int(count) for size, count in said)
-
-
-def _up(size: int, step: int) -> int:
-    return -(-size // step) * step
 
 
 def _asked(func: Any, inputs: Any, tensors: list[torch.Tensor], device: torch.device, threads: int) -> Taken | str:

@@ -34,10 +34,11 @@ from .._torch.fakes import (
 )
 from .._torch.modes import without_modes
 from .._torch.tensors import mapped
+from ..memory.cuda_kernels import taken_on_cuda
 from ..memory.ledger import leaves
 from ..memory.operations import Operation, PlainFormulas, Seen
 from ..memory.saved import generators_as_before
-from ..memory.workspaces import RECURRENT, attention_on_cuda, reserve, takes_nothing, watched, workspace
+from ..memory.workspaces import RECURRENT, reserve, takes_nothing, watched, workspace
 from .cuda_decompositions import AsOnCuda, autocast_of_cuda, capability_of
 from .made_up import MadeUp, is_code, stays
 from .recipes import DRAWS, GROUPED, MASKED, UNKNOWN, Recipes, key_of, kind_of
@@ -138,7 +139,7 @@ class FakeMode(TorchDispatchMode):
         inputs = ran.args, ran.kwargs
         if not self._target:
             return 0 if ran.once(_takes_nothing) else workspace(ran.func, inputs)
-        known = attention_on_cuda(ran.func, ran.args) if self.capability else None
+        known = taken_on_cuda(ran.func, ran.args, self.capability) if self.capability else None
         if known is not None:
             return known
         nothing = not ran.given or takes_nothing(ran.func, inputs, self._target)

@@ -34,6 +34,7 @@ from .._torch.fakes import APART, FakeTensor, FakeTensorMode
 from .._torch.graphs import gradient_hooks
 from ..devices import Roofline
 from ..memory.batch import Batch
+from ..memory.cuda_kernels import kept_by_cublas
 from ..memory.ledger import (
     ACTIVATIONS,
     OPTIMIZER,
@@ -49,7 +50,7 @@ from ..memory.ledger import (
 from ..memory.loop import Loop
 from ..memory.measurement import Reading, weights_of
 from ..memory.operations import ModuleStack
-from ..memory.workspaces import keep, kept_by_cublas
+from ..memory.workspaces import keep
 from ..plan.apply import Applied, apply, not_applicable
 from ..plan.plan import Plan
 from ..training_step import MakeOptimizer, TrainingStep, loss_in

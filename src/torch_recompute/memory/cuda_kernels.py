@@ -1,0 +1,149 @@
+"""What kernels of CUDA take while they run, and what cuBLAS keeps, by their sources; no device is asked.
+
+It counts for a GPU that is not at hand, and where an operation alone draws random numbers or would take too long. Each
+formula was compared with the allocator of an H100, to its rounding; those of sums suppose the most multiprocessors that
+a device of a capability has, since the more there are, the more blocks share a sum, each with a part of the result.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+SDPA = "_scaled_dot_product"
+
+_MULTIPROCESSORS: dict[tuple[int, int], tuple[int, int]] = {  # and the threads of each
+    (7, 0): (80, 2048),
+    (7, 5): (40, 1024),
+    (8, 0): (108, 2048),
+    (8, 6): (84, 1536),
+    (8, 9): (142, 1536),
+    (9, 0): (132, 2048),
+    (10, 0): (148, 2048),
+    (12, 0): (170, 1536),
+}
+
+
+@functools.cache
+def name_of(func: Any) -> str:
+    """The name of an operation without its overload."""
+    return str(getattr(func, "overloadpacket", "")).removeprefix("aten.")
+
+
+def taken_on_cuda(func: Any, args: Sequence[Any], capability: tuple[int, int]) -> int | None:
+    """Returns the bytes that a kernel takes on a CUDA device of a capability; None where no formula is known."""
+    formula = _FORMULAS.get(name_of(func))
+    return attention(func, args) if formula is None else formula(args, capability)
+
+
+def attention(func: Any, args: Sequence[Any]) -> int | None:
+    """Returns the bytes that an attention kernel takes on CUDA; None for what is no such kernel.
+
+    Each backward sums the queries' gradient in 32 bits and has a number per query; with fewer heads of keys than of
+    queries, flash's and cuDNN's have gradients of keys and values for all heads as well:
+
+    - flash (`flash_api.cpp`, `mha_bwd`): rows of a multiple of 128 and widths of a multiple of 32, or 256 above 192
+    - efficient (`attention_backward.cu`): rows and widths of multiples of 64 where the type has 16 bits, else only the
+      number per query; its forward sums the result in 32 bits where values are wider than 128
+    - cuDNN from 9.0 on (`scaled_dot_product_flash_attention.h` of its frontend): rows and widths as they are
+    """
+    name = name_of(func)
+    if not name.startswith(SDPA) or "for_cpu" in name or "math" in name:
+        return None
+    back = name.endswith("_backward")
+    query, key, value = args[back : back + 3]
+    batch, heads, rows, width = query.shape
+    half = query.dtype.itemsize == 2
+    if not back:
+        wide = "efficient" in name and half and value.shape[-1] > 128
+        return 4 * batch * heads * rows * value.shape[-1] if wide else 0
+    if "flash" in name:
+        accumulated = _up(rows, 128) * ((_up(width, 32) if width <= 192 else 256) + 1)
+    elif "efficient" in name:
+        accumulated = (_up(rows, 64) * _up(width, 64) if half else 0) + rows
+    else:
+        accumulated = rows * (width + 1)
+    grouped = "efficient" not in name and key.shape[1] != heads
+    spread = batch * heads * key.shape[-2] * (width + value.shape[-1]) * query.dtype.itemsize if grouped else 0
+    return 4 * batch * heads * accumulated + spread
+
+
+def _sum(args: Sequence[Any], capability: tuple[int, int]) -> int | None:
+    """The bytes of a sum or a mean over some dimensions of a contiguous tensor (`Reduce.cuh`).
+
+    Where a result has so many values that a block of threads alone would take long, several blocks share it, and each
+    has a part of it in memory: of all its threads, where these make neighbouring results, as for a bias.
+    """
+    given, *rest = args
+    dims = rest[0] if rest else None
+    shape = tuple(given.shape)
+    if capability not in _MULTIPROCESSORS or not (given.is_contiguous() and given.numel() and shape):
+        return None
+    summed = {dim % len(shape) for dim in (range(len(shape)) if dims is None or dims == [] else dims)}
+    runs = [dim for dim in summed if shape[dim] > 1 and dim + 1 not in summed]  # the last of each run of neighbours
+    values = math.prod(shape[dim] for dim in summed)
+    outputs = given.numel() // values
+    last = max((dim for dim, size in enumerate(shape) if size > 1), default=0)
+    along = last in summed
+    vector = 1
+    if not along:
+        vector = next(size for size in (4, 2, 1) if shape[last] % size == 0)
+    across, down = (values, outputs) if along else (outputs // vector, values)
+    if along and values >= 128 and len(runs) == 1:
+        across //= 4
+    most = 512 // vector
+    across, down = (min(most, 1 << max(0, size.bit_length() - 1)) for size in (across, down))
+    width = min(across, 32)
+    height = min(down, most // width)
+    width = min(across, most // height)
+    each = -(-values // width) if along else values  # of a thread
+    wide = 1 if along else width
+    if each >= min(16 * height, 256):
+        each, tall = -(-each // height), 1
+    else:
+        return 0
+    processors, threads = _MULTIPROCESSORS[capability]
+    target, grid = processors * (threads // (width * height)), -(-(outputs // vector) // (wide * tall))
+    if each < 256 or grid > target:
+        return 0
+    blocks = max(min(-(-target // grid), -(-each // 16)), -(-each // 256))
+    if blocks == 1:
+        return 0
+    size = 8 if given.dtype.itemsize == 8 else 4
+    return size * outputs * blocks * (1 if along else width * vector) + 4 * grid
+
+
+def _embedding(args: Sequence[Any], _: tuple[int, int]) -> int | None:
+    """The bytes of an embedding's gradient (`Embedding.cu`): indices that are sorted, and sums of parts in 32 bits."""
+    gradient, indices, rows, *_rest, by_frequency = args
+    count = indices.numel()
+    if count <= 3072 and not by_frequency:
+        return 0
+    return 48 * count + 4 * (count // 10 + min(count, rows)) * _up(gradient.shape[-1], 32)
+
+
+_FORMULAS: Mapping[str, Callable[[Sequence[Any], tuple[int, int]], int | None]] = {
+    "sum": _sum,
+    "mean": _sum,
+    "embedding_dense_backward": _embedding,
+}
+
+
+def kept_by_cublas(capability: tuple[int, int]) -> int:
+    """Returns the bytes that cuBLAS keeps on a device: a workspace for the forward's thread, one for the backward's.
+
+    It is allocated at a thread's first product, as a tensor is, and stays (`CublasHandlePool.cpp`).
+    `CUBLAS_WORKSPACE_CONFIG` says how large, as kilobytes and counts.
+    """
+    said = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")) or (
+        [("4096", "8")] if capability[0] in (9, 10, 12) else [("4096", "2"), ("16", "8")]
+    )
+    return 2 * sum(1024 * int(size) * int(count) for size, count in said)
+
+
+def _up(size: int, step: int) -> int:
+    return -(-size // step) * step
