@@ -209,7 +209,8 @@ def main() -> None:
         plans = {(way["case"], way["way"]): way["plan"] for way in before}
         ways = [(case, way) for case in chosen for way in CASES[case]]
         rows = [predicted(*way, device, plans.get(way)) for way in ways]
-        made = {"torch": torch.__version__, "ways": rows}
+        new = {(way["case"], way["way"]): way for way in [*before, *rows]}
+        made = {"torch": torch.__version__, "ways": [*new.values()]}
         planned_file(device).write_text(json.dumps(made, indent=1) + "\n")
         return
     if options.here:

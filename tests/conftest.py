@@ -65,6 +65,18 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="module")
+def free_launches() -> Iterator[None]:
+    """Operations are launched in no time, so that steps of small models take what a device by its data sheet takes."""
+    from torch_recompute.planner import prices
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prices, "BESIDE", prices.Overhead())
+        forget_plans()
+        yield
+    forget_plans()
+
+
 @pytest.fixture
 def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No price is known, neither in this process nor in a file."""

@@ -55,6 +55,22 @@ def saves() -> str:
     return _table(("peak memory of a step (extra time)", "without recomputation", *WAYS), rows)
 
 
+def on_gpu() -> str:
+    """Steps on a GPU, beside what was planned and predicted without one."""
+    rows: list[tuple[str, ...]] = []
+    for row in _result("on_gpu-h100")["figures"]:
+        model, _, options = row["case"].partition(" ")
+        there, ratio = f"{row['peak_bytes'] / GIB:.2f} GiB ({_signed(row['peak_error'])})", f"{row['ratio']:.2f}"
+        said = f"{row['predicted_peak_bytes'] / GIB:.2f} GiB"
+        way = row["way"] if row["way"] in ("none", "full") else f"a plan for {row['way']}"
+        rows.append((f"{model} `{options}`", way, said, there, f"{row['predicted_ratio']:.2f}", ratio))
+    return _table(("model", "recomputed", "peak, predicted", "on the H100", "step x, predicted", "on the H100"), rows)
+
+
+def _signed(share: float) -> str:
+    return f"{100 * share:+.1f} %".replace("-0.0", "+0.0")
+
+
 def replays() -> str:
     """Whole models: the share of the step's FLOPs that is done again."""
     rows = [
@@ -272,6 +288,7 @@ def evidence() -> str:
 
 TABLES: Mapping[str, Callable[[], str]] = {
     "saves": saves,
+    "on_gpu": on_gpu,
     "replays": replays,
     "blocks": blocks,
     "exact": exact,

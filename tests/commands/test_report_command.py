@@ -27,7 +27,7 @@ def surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> str:
+def made(tmp_path_factory: pytest.TempPathFactory, free_launches: None) -> str:
     """What `torch-recompute plan --out` writes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "cases", report_cases)

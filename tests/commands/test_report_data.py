@@ -12,6 +12,7 @@ from support.report_cases import BY_HAND, INPUT, TO_HOST, clock, pair, seen
 from support.zoo import mean_loss
 from torch_recompute import Choice, Plan, SizeClass, make_plan, simulate
 from torch_recompute.commands.report_data import LAYERS, Clock, Reported, collect, in_force, sampled
+from torch_recompute.planner import prices
 from torch_recompute.simulation import Moment
 from torch_recompute.training_step import TrainingStep
 
@@ -72,6 +73,7 @@ def test_phases_cover_the_step(by_hand: Reported) -> None:
     assert named(by_hand, "without recomputation")["replay_seconds"] == 0.0
 
 
+@pytest.mark.usefixtures("free_launches")
 def test_the_clock_is_the_planners() -> None:
     """For a plan from a budget the clock shows the seconds that it promises, its own rows, and its peak."""
     model, args = pair()
@@ -109,6 +111,7 @@ def test_what_is_in_host_memory() -> None:
     assert (plain["host_bytes"], plain["samples"]["host"]) == (0, [])
 
 
+@pytest.mark.usefixtures("free_launches")
 def test_a_plan_with_host_memory_is_the_one_that_was_promised() -> None:
     """Where a budget's plan sends inputs to host memory, its step has the promised peak and the planner's own rows."""
     model, args = deep_is_made()[0], (torch.ones(512, 16),)
@@ -123,6 +126,15 @@ def test_a_plan_with_host_memory_is_the_one_that_was_promised() -> None:
     slow = replace(plan, prediction=replace(plan.prediction, step_seconds=0.25))
     (note,) = collect(slow, [], Clock(TrainingStep(model, args, device="h100", loss=mean_loss))).data["notes"]
     assert "250.00 ms, in which copies to and from host memory are waited for" in note
+
+
+def test_a_host_that_is_slower_than_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where launches take longer than what is launched, the promise is of these, and a note says so."""
+    monkeypatch.setattr(prices, "BESIDE", prices.Overhead(operation=1e-3))
+    model, args = pair()
+    plan = make_plan(model, args, budget=0.4, optimizer=torch.optim.AdamW, device="h100", loss=mean_loss)
+    (note,) = seen(plan, points=0).data["notes"]
+    assert "in which the host takes longer to launch operations than the device to run them" in note
 
 
 def test_another_step_than_the_planned_one() -> None:
@@ -142,7 +154,7 @@ def test_seconds_that_were_scaled() -> None:
     model, args = pair()
     plan = make_plan(model, args, budget=0.4, optimizer=torch.optim.AdamW, device="h100", loss=mean_loss)
     assert plan.prediction is not None
-    longer = replace(plan, prediction=replace(plan.prediction, step_seconds=0.25))
+    longer = replace(plan, prediction=replace(plan.prediction, step_seconds=0.25, device="cpu"))
     (note,) = seen(longer, points=0).data["notes"]
     assert note.startswith("The plan has promised a step of 250.00 ms, scaled to whole steps")
 

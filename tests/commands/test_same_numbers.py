@@ -15,6 +15,8 @@ from torch_recompute.commands import cli
 from torch_recompute.commands.report_data import Clock, collect
 from torch_recompute.training_step import TrainingStep
 
+pytestmark = pytest.mark.usefixtures("free_launches")
+
 
 class Step(NamedTuple):
     """A model, its batch and its loss."""

@@ -79,7 +79,7 @@ def made(name: str) -> tuple[nn.Module, tuple[Any, ...]]:
 
 
 @pytest.fixture(scope="module")
-def gpt() -> Planner:
+def gpt(free_launches: None) -> Planner:
     """What several tests ask of: the planner of a small GPT for a data sheet, which has measured its options once."""
     model, args = made("gpt")
     return Planner(TrainingStep(model, args, device="h100", loss=mean_loss))

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from .._text import grouped, starred
-from ..devices import Roofline
+from ..devices import DEVICES, Roofline
 from ..memory import Block
 from ..memory.operations import Operation
 from ..plan.apply import apply
@@ -185,6 +185,8 @@ def _notes(simulation: Simulation, step: dict[str, Any]) -> list[str]:
         how = "scaled to whole steps that were run"
         if step["host_bytes"]:
             how = "in which copies to and from host memory are waited for"
+        elif promised["device"] in DEVICES:
+            how = "in which the host takes longer to launch operations than the device to run them"
         notes.append(
             f"The plan has promised a step of {1000 * promised['step_seconds']:,.2f} ms, {how}; the pictures are in "
             "seconds of single operations."

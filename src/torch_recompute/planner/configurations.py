@@ -299,7 +299,9 @@ def _configured(
     found = simulate_step(step, prepare=lambda copy: apply(copy, plan, stores=stores), watch=count)
     times = step.loop.accumulate
     replayed = {key: number for key, number in ran.items() if key[0] == "replay"}
-    (updating, step_seconds), (_, replay_seconds) = (seconds_of(some, price, times) for some in (ran, replayed))
+    (updating, step_seconds), (_, replay_seconds) = (
+        seconds_of(some, price, times, len(plan.choices)) for some in (ran, replayed)
+    )
     hidden: dict[str, float] = {}
     if order:
         once, hidden = overlapped(order, price)

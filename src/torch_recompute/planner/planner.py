@@ -59,7 +59,7 @@ from .cost import (
 from .hosts import NO_LEAVE, HostApart, Leave, limit_of, waited
 from .known import known
 from .ops import Op, op_of
-from .prices import Measured, Overhead, hidden_copies, prices_for, seconds_of
+from .prices import Measured, Overhead, beside, hidden_copies, prices_for, seconds_of
 from .profile import Profile
 from .segments import CapturedCall, capture, group, regions, spans
 from .sent import Sent, overlapped, sent
@@ -483,6 +483,9 @@ class Planner:
         return self.price(op) + self._host_seconds.operation
 
     def _option(self, tried: Tried, regions: tuple[Choice, ...], plain: Tried, span: int = 1) -> Option:
+        host = beside(self.price)
+        if host is not None:
+            return tried.option(regions, plain, self.price, host, span, beside=True)
         return tried.option(regions, plain, self._replayed, self._host_seconds, span)
 
     def _alone(self, path: str, call: SegmentCall, regions: Sequence[Choice], of: Sequence[str] = ()) -> Tried | None:

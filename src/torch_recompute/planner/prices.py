@@ -114,6 +114,19 @@ class Overhead(NamedTuple):
         return f", {each} and {1e6 * self.operation:.0f} us per replayed operation" if self.region else ""
 
 
+BESIDE = Overhead(region=2.4e-3, operation=42e-6, call=150e-6, watched=6e-6)
+"""What the host of an H100 was seen to take to launch operations, of transformers' layers, while the device computes.
+
+It is there for devices by their data sheets, which say nothing of a host; a faster one makes small steps faster than
+predicted. `docs/design/023` has the measurements.
+"""
+
+
+def beside(price: object) -> Overhead | None:
+    """Returns what a host takes to launch what a device by its data sheet computes meanwhile; None for other prices."""
+    return BESIDE if isinstance(price, Roofline) and price.kind else None
+
+
 def _overhead(kept: PriceFile) -> Overhead:
     """Measures what a region takes on this machine's processor, once."""
     if not {*Overhead._fields} <= kept.seconds.keys():
@@ -231,17 +244,26 @@ def prices_for(step: TrainingStep, device: torch.device) -> Roofline | Measured:
     return step.where.roofline or (Measured(device) if real else roofline_of(device))
 
 
-def seconds_of(ran: Mapping[tuple[str, Op], int], price: Callable[[Op], float], accumulate: int) -> tuple[float, float]:
+def seconds_of(
+    ran: Mapping[tuple[str, Op], int], price: Callable[[Op], float], accumulate: int, regions: int = 0
+) -> tuple[float, float]:
     """Seconds of the optimizer's step and of a whole step, from how often each operation ran in each phase.
+
+    On a device by its data sheet a step takes no less than its host takes to launch it.
 
     Args:
         ran: The counts, in one of the forwards and backwards that are accumulated.
         price: Gives the seconds of an operation.
         accumulate: How many there are before the optimizer's step.
+        regions: How many regions are replayed in each of them.
     """
     prices = [(phase, price(op) * count) for (phase, op), count in ran.items()]
     optimizer = sum((seconds for phase, seconds in prices if phase == "optimizer"), 0.0)
     once = sum(seconds for _, seconds in prices) - optimizer - sum(hidden_copies(ran, price).values())
+    host = beside(price)
+    if host is not None:
+        launched = sum(count for (phase, _), count in ran.items() if phase != "optimizer")
+        once = max(once, host.operation * launched + host.of(regions, 0, 0))
     return optimizer, accumulate * once + optimizer
 
 

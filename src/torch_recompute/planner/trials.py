@@ -90,13 +90,36 @@ class Tried:
         return Tried(ops=Counter({op: at(self.ops[op], more.ops[op]) for op in more.ops}), **figures)
 
     def option(
-        self, regions: tuple[Choice, ...], plain: Tried, price: Callable[[Op], float], host: Overhead, span: int = 1
+        self,
+        regions: tuple[Choice, ...],
+        plain: Tried,
+        price: Callable[[Op], float],
+        host: Overhead,
+        span: int = 1,
+        *,
+        beside: bool = False,
     ) -> Option:
-        """The option that was tried; its seconds and FLOPs are those beyond `span` plain segments."""
+        """The option that was tried; its seconds and FLOPs are those beyond `span` plain segments.
+
+        Args:
+            regions: Its regions.
+            plain: The segment without any.
+            price: Gives the seconds of an operation.
+            host: What regions take of the host.
+            span: How many segments it is of.
+            beside: Whether the host launches what a device computes meanwhile, so that the slower of the two counts.
+        """
         counts = {op: self.ops[op] - span * plain.ops[op] for op in (*self.ops, *plain.ops)}
         called = sum(1 + span * region.nested for region in regions)
         seconds = max(0.0, sum(price(op) * count for op, count in counts.items()))
-        seconds += host.of(called, self.calls, self.watched)
+        added = host.of(called, self.calls, self.watched)
+        if beside:
+            device = span * sum(price(op) * count for op, count in plain.ops.items())
+            launches = host.operation * span * sum(plain.ops.values())
+            added += host.operation * max(0, sum(counts.values()))
+            seconds = max(device + seconds, launches + added) - max(device, launches)
+        else:
+            seconds += added
         flops = sum(op.flops * count for op, count in counts.items())
         levels = self.saved_bytes, self.forward_bytes, self.backward_bytes
         return Option(regions, *levels, seconds, flops, span, self.host_bytes)
