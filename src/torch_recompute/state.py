@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import operator
 import random
 import threading
 from collections.abc import Generator, Iterable, Sequence
@@ -249,36 +250,77 @@ class TensorState:
 
     def restore(self, value: list[torch.Tensor]) -> None:
         """Copies the values back; version counters do not move, so what autograd saved of them remains valid."""
-        with _torch.versions_kept():
-            targets = [*map(_writable, self.tensors)]
-            for some in _alike(targets):
-                if len(some) > 1:
-                    _torch.copy_each([targets[i] for i in some], [value[i] for i in some])
-                else:
-                    targets[some[0]].copy_(value[some[0]])
+        _put(paired([*map(_writable, self.tensors)], value))
+
+
+Alike = Sequence[tuple[list[torch.Tensor], Sequence[torch.Tensor]]]
+"""Tensors that one operation can copy, with a value for each."""
+
+
+def copied(tensors: Sequence[torch.Tensor]) -> Alike:
+    """The tensors, each with a copy of it."""
+    with _torch.versions_kept():
+        groups = [[tensors[i] for i in some] for some in _alike(tensors)]
+        return [(group, _clones([*map(_writable, group)])) for group in groups]
+
+
+def paired(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> Alike:
+    """The tensors, each with its value."""
+    return [([tensors[i] for i in some], [values[i] for i in some]) for some in _alike(tensors)]
+
+
+def exchange(pairs: Alike, stack: contextlib.ExitStack) -> None:
+    """Puts what was `copied` back, as a `TensorState` does; and what is there now, once the stack is left."""
+    with _torch.versions_kept():
+        targets = [([*map(_writable, tensors)], values) for tensors, values in pairs]
+        stack.callback(_put, [(tensors, _clones(tensors)) for tensors, _ in targets])
+        _put(targets)
 
 
 def copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """A copy of each tensor. One operation copies all that are alike: BatchNorms have many."""
     found: dict[int, torch.Tensor] = {}
     for some in _alike(tensors):
-        each = [tensors[i] for i in some]
-        found.update(zip(some, _torch.clone_each(each) if len(each) > 1 else [each[0].clone()], strict=True))
+        found.update(zip(some, _clones([tensors[i] for i in some]), strict=True))
     return [found[i] for i in range(len(tensors))]
+
+
+def _clones(alike: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    return _torch.clone_each(alike) if len(alike) > 1 else [alike[0].clone()]
+
+
+def _put(pairs: Alike) -> None:
+    with _torch.versions_kept():
+        for tensors, values in pairs:
+            if len(tensors) > 1:
+                _torch.copy_each(tensors, values)
+            else:
+                tensors[0].copy_(values[0])
+
+
+_CPU = torch.device("cpu")
+_kind = operator.attrgetter("layout", "is_nested", "device", "dtype")
 
 
 def _alike(tensors: Sequence[torch.Tensor]) -> Iterable[list[int]]:
     """The places of tensors that one operation can copy: of one device, and of one dtype if that is not the CPU."""
     groups: dict[Any, list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
-        kind = "" if tensor.device.type == "cpu" else tensor.dtype
-        groups.setdefault((kind, tensor.device) if plain else i, []).append(i)
+    for i, (tensor, (layout, nested, device, dtype)) in enumerate(zip(tensors, map(_kind, tensors), strict=True)):
+        kind: Any = device if device == _CPU else (device, dtype)
+        if nested or layout is not torch.strided or type(tensor) is not torch.Tensor:
+            kind = i
+        if kind in groups:
+            groups[kind].append(i)
+        else:
+            groups[kind] = [i]
     return groups.values()
 
 
 def _writable(tensor: torch.Tensor) -> torch.Tensor:
-    return each_once(tensor) if tensor.layout is torch.strided and not tensor.is_nested else tensor
+    """A view of the same memory that can be copied and written as a whole."""
+    if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_contiguous():
+        return tensor
+    return each_once(tensor)
 
 
 DEFAULT: tuple[Ambient, ...] = (CPU_RNG,) if _torch.ACCELERATOR is None else (CPU_RNG, DEVICE_RNG)

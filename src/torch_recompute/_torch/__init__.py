@@ -18,7 +18,7 @@ import contextlib
 import ctypes
 import operator
 from collections import deque, namedtuple
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import count, islice
 from typing import Any, TypeVar, cast
@@ -168,7 +168,8 @@ def storage_id(tensor: torch.Tensor) -> int:
     An identity is meaningful only while the memory is alive, as with `id`.
     """
     try:
-        return cast("Any", tensor.untyped_storage())._cdata
+        storage: Any = tensor.untyped_storage()
+        return storage._cdata
     except (NotImplementedError, RuntimeError):
         return 0
 
@@ -202,19 +203,21 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return size == b.numel() and not _compare(a.data_ptr(), b.data_ptr(), size)
 
 
+def _clone_each(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    into = [*map(torch.empty_like, tensors)]
+    torch._foreach_copy_(into, tensors)
+    return into
+
+
 clone_each: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
-clone_each = getattr(torch, "_foreach_clone", lambda tensors: [tensor.clone() for tensor in tensors])
+clone_each = getattr(torch, "_foreach_clone", _clone_each)  # since torch 2.12
 """Copies each tensor; on a device in one launch if they are alike."""
 
-copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
+copy_each: Callable[[list[torch.Tensor], Any], None] = torch._foreach_copy_
 """Copies each tensor of the second list into that of the first; on a device in one launch if they are alike."""
 
-
-@contextlib.contextmanager
-def versions_kept() -> Generator[None]:
-    """A context without autograd, in which no version rises: another thread may read one at any moment."""
-    with torch.no_grad(), _C._ExcludeDispatchKeyGuard(_C.DispatchKeySet(_C.DispatchKey.ADInplaceOrView)):
-        yield
+versions_kept: Callable[[], contextlib.AbstractContextManager[None]] = _C._AutoDispatchBelowADInplaceOrView
+"""A context without autograd, in which no version rises: another thread may read one at any moment."""
 
 
 assert_on_device: Callable[[torch.Tensor, str], None] = torch._assert_async

@@ -13,9 +13,10 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import itertools
 import operator
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .. import _torch, errors
 from .._torch import leads_to, version_of, version_of_dict
 from .._torch.tensors import apart
-from ..state import CPU_RNG, GENERATORS, Ambient, TensorState, copies, elsewhere, same, undrawn
+from ..state import CPU_RNG, GENERATORS, Alike, Ambient, copied, elsewhere, exchange, paired, same, undrawn
 from .captures import MANY, Captured, Captures, Contents, Snapshot, parameters_of, snapshot, undo
 
 SMALL = 64 * 1024
@@ -113,9 +114,6 @@ _is_there = functools.partial(operator.is_not, None)
 _same, _is_large = operator.methodcaller("same"), operator.attrgetter("large")
 
 
-_NOTHING_COPIED: tuple[TensorState, list[torch.Tensor]] = TensorState(), []
-
-
 def _held(seen: Captured) -> torch.Tensor:
     """Returns what may be held of a tensor: itself, where its module holds it anyway."""
     return seen.tensor if seen.kind else apart(seen.tensor)
@@ -131,6 +129,13 @@ def _changed_container(region: str, seen: Contents) -> str:
     )
 
 
+def _tidy(place: Snapshot | Contents) -> None:
+    """Puts back what a replay has written that began with everything there as the forward found it."""
+    if not place.same():
+        with _exclusive:
+            place.restore()
+
+
 class _Reached:
     """The tensors and modules that a region's function reaches, as the forward found them.
 
@@ -142,11 +147,11 @@ class _Reached:
         dicts: The dictionaries of all modules.
         dict_versions: Their versions. Where there is nothing else to compare or to watch, they say whether anything has
             changed; else None.
-        copies: Copies of the tensors that have other contents during a replay than outside of it.
+        copies: The tensors that have other contents during a replay than outside of it, with copies of them.
     """
 
     __slots__ = (
-        *("_hooks", "_large", "_late", "_made_late", "_modules", "_ordinary", "_snapshots", "_state", "_watched"),
+        *("_doubtful", "_hooks", "_large", "_late", "_made_late", "_modules", "_ordinary", "_snapshots", "_watched"),
         *("_whole", "copies", "dict_versions", "dicts", "places", "unsettled", "versions", "weights"),
     )
 
@@ -180,7 +185,8 @@ class _Reached:
         self.versions = [*map(version_of, weights)]
         self._watched: list[tuple[Captured, int]] = []
         self._late: list[torch.Tensor] = []  # buffers of a LazyModule, to which its first call gives memory
-        self._state, self.copies = _NOTHING_COPIED
+        self.copies: Alike = ()
+        self._doubtful = False  # whether the end of the forward decides about copies
         others = bool(reach.others) or (cells and bool(reach.tensors))
         if others or buffers:
             self._watch(reach, cells)
@@ -188,31 +194,34 @@ class _Reached:
         self.dicts, self.dict_versions = dicts, None if self.unsettled or reach.contents else versions
 
     def _watch(self, reach: Captures, cells: bool) -> None:
-        copied: list[torch.Tensor] = []
+        some: list[torch.Tensor] = []
         for seen in reach.mutable(cells):
             if type(seen.tensor) in _LAZY:
                 self._late.append(seen.tensor)
                 continue
-            if seen.training and (_small(seen.tensor) or seen.tensor not in _quiet):
-                copied.append(seen.tensor)
+            if seen.training:
+                small = _small(seen.tensor)
+                if small or seen.tensor not in _quiet:
+                    some.append(seen.tensor)
+                    if small and seen.kind:
+                        continue  # it may change as it likes
+                    self._doubtful = True
             self._watched.append((seen, version_of(seen.tensor)))
         self._watched.extend(
             (seen._replace(tensor=_held(seen)), version_of(seen.tensor))
             for seen in reach.with_grad(cells)
             if type(seen.tensor) not in _LAZY
         )
-        if copied:
-            self._state = TensorState(*copied)
-            self.copies = self._state.capture()
+        if some:
+            self.copies = copied(some)
 
     def settle(self) -> None:
         if self._hooks is not None:
             self._hooks.settle()
-        if self.copies:
+        if self._doubtful:
             self._settle_copies()
         if self._late:  # they had no values before the forward; the replay may do to them what it likes
-            self._state = TensorState(*self._state.tensors, *(tensor.detach() for tensor in self._late))
-            self.copies = [*self.copies, *copies(self._state.tensors[len(self.copies) :])]
+            self.copies = [*self.copies, *copied([tensor.detach() for tensor in self._late])]
             self._late = []
         if self._watched and any(not seen.kind for seen, _ in self._watched):
             self._watched = [(seen._replace(tensor=_held(seen)), version) for seen, version in self._watched]
@@ -227,17 +236,17 @@ class _Reached:
             self.weights = [p if type(p) is Parameter else apart(p) for p in self.weights]
 
     def _settle_copies(self) -> None:
-        changed = {id(seen.tensor) for seen, version in self._watched if version_of(seen.tensor) != version}
-        own = {id(seen.tensor) for seen, _ in self._watched if seen.kind}
+        watched = {id(seen.tensor): version for seen, version in self._watched}
+        own = {id(held) for found in self._snapshots for held in found.inside[found.scan.weights : found.scan.children]}
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         restored: set[int] = set()
-        for tensor, copy in zip(self._state.tensors, self.copies, strict=True):
-            if _small(tensor) or id(tensor) in changed:
+        for tensor, copy in itertools.chain.from_iterable(itertools.starmap(zip, self.copies)):
+            if _small(tensor) or version_of(tensor) != watched.get(id(tensor)):
                 kept.append((tensor if id(tensor) in own else tensor.detach(), copy))
                 restored.add(id(tensor))
             else:
                 _quiet[tensor] = None
-        self._state, self.copies = TensorState(*[t for t, _ in kept]), [c for _, c in kept]
+        self.copies = paired([tensor for tensor, _ in kept], [copy for _, copy in kept])
         self._watched = [(seen, version) for seen, version in self._watched if id(seen.tensor) not in restored]
 
     def check(self, region: str) -> None:
@@ -270,29 +279,32 @@ class _Reached:
     def restore(self, stack: contextlib.ExitStack) -> None:
         """Makes the modules, their hooks and buffers as the forward found them, until the stack is left."""
         for place in self.places:
-            stack.callback(undo, place.keep())
-            place.restore()
+            if place.same():
+                stack.callback(_tidy, place)
+            else:
+                stack.callback(undo, place.keep())
+                place.restore()
         if self.copies:
-            stack.callback(self._state.restore, self._state.capture())
-            self._state.restore(self.copies)
+            exchange(self.copies, stack)
         if self._hooks is not None:
             self._hooks.restore(stack)
 
     def changed(self) -> bool:
         """Whether a weight, or a buffer that nobody copied, has been changed in place."""
-        copied = {id(tensor) for tensor in self._state.tensors}
-        watched = ((s.tensor, version) for s, version in self._watched if id(s.tensor) not in copied)
+        some = {*map(id, self._copied())}
+        watched = ((s.tensor, version) for s, version in self._watched if id(s.tensor) not in some)
         return [*map(version_of, self.weights)] != self.versions or any(version_of(t) != then for t, then in watched)
 
     def tidy(self) -> None:
         """Puts back what a replay has written, which began with everything as the forward found it."""
         for place in self.places:
-            if not place.same():
-                with _exclusive:
-                    place.restore()
+            _tidy(place)
 
     def restored(self) -> frozenset[int]:
-        return frozenset(map(_torch.storage_id, self._state.tensors))
+        return frozenset(map(_torch.storage_id, self._copied()))
+
+    def _copied(self) -> Iterator[torch.Tensor]:
+        return itertools.chain.from_iterable(tensors for tensors, _ in self.copies)
 
 
 class ReplayState:
