@@ -518,15 +518,17 @@ def offload(on: str) -> str:
     said = same(partial(gradients, lambda: model(ids), model), partial(gradients, lambda: forward(ids), model))
     if not large:
         return said
-    peaks = {}
+    kept = {}  # when forward is over: this step's peak is at its end, with all gradients and no inputs
     for name, way in {"device": in_regions(model, recompute), "host": forward}.items():
         model.zero_grad(set_to_none=True)
-        torch.cuda.reset_peak_memory_stats()
-        way(ids).backward()
-        peaks[name] = torch.cuda.max_memory_allocated()
-    kept = 24 * ids.numel() * 512 * 4
-    assert peaks["device"] - peaks["host"] > kept // 2, f"{peaks}, of inputs of {kept} bytes"
-    return f"{said}; {(peaks['device'] - peaks['host']) >> 20} MiB less at the peak"
+        before = torch.cuda.memory_allocated()
+        loss = way(ids)
+        kept[name] = torch.cuda.memory_allocated() - before
+        del loss
+    inputs = 24 * ids.numel() * 512 * 4
+    assert kept["device"] - kept["host"] > inputs // 2, f"{kept} bytes are kept, of inputs of {inputs}"
+    device, host = (kept[name] >> 20 for name in ("device", "host"))
+    return f"{said}; after forward {device} MiB are kept with inputs on the device, {host} MiB with them on the host"
 
 
 @check("inputs and offloaded modules by way of a disk and of host memory")
@@ -609,6 +611,7 @@ def graphs(on: str) -> str:
         for forward in (model, in_regions(model, recompute)):
             model.load_state_dict(start)
             optimizer.state.clear()
+            torch.cuda.manual_seed(4)  # the steps before the capture leave AdamW a state, which is to be the same
 
             step = partial(_train, forward, ids, optimizer)
             side = torch.cuda.Stream()
@@ -627,6 +630,25 @@ def graphs(on: str) -> str:
             found.append([p.detach().clone() for p in model.parameters()])
         assert apart(*found) < 1e-3, f"dropout {dropout}: weights differ by {apart(*found):.1e} after 3 launches"
     return "3 launches with AdamW, with and without dropout"
+
+
+ABOVE, BELOW = 0.01, 0.02
+"""How far a real peak may lie from a simulated one that counts cuBLAS and what a bias's gradient takes (its sum).
+
+These two were all that lay between: on an H100 the workspaces that earlier work left made it 8 to 10 % too low, and
+4 % of a small step were the sum's. What is left is the allocator's rounding, and what no list has seen.
+"""
+
+
+def _around() -> int:
+    """What is allocated before a model is made, without the workspaces that cuBLAS keeps of earlier products.
+
+    A simulation counts them as the step's (`kept_by_cublas`), whose first product allocates them anew.
+    """
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated()
 
 
 def _real_peak(model: nn.Module, batch: Tensor, optimizer: torch.optim.Optimizer, on: str) -> int:
@@ -658,9 +680,7 @@ def peaks(on: str) -> str:
     }
     errors: dict[str, float] = {}
     for name, (make, batch, tokens) in shapes.items():
-        gc.collect()
-        torch.cuda.empty_cache()
-        around = torch.cuda.memory_allocated()
+        around = _around()
         model, ids = make().to(on, torch.bfloat16), ids_of(batch, tokens, on)
         optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
         said = simulate(model, (ids,), loss=_no_loss, optimizer=torch.optim.AdamW).peak_bytes
@@ -668,8 +688,8 @@ def peaks(on: str) -> str:
         errors[name] = real / said - 1
         del model, ids, optimizer
     text = ", ".join(f"{name} {error:+.2%}" for name, error in errors.items())
-    assert max(errors.values()) <= 0.02, f"above what was simulated: {text}"
-    assert min(errors.values()) >= -0.10, f"far below what was simulated: {text}"
+    assert max(errors.values()) <= ABOVE, f"above what was simulated: {text}"
+    assert min(errors.values()) >= -BELOW, f"far below what was simulated: {text}"
     return f"measured against simulated: {text}"
 
 
@@ -851,14 +871,13 @@ def weights_on_host(on: str) -> str:
         step = TrainingStep(whole, (ids,), {}, _no_loss, torch.optim.SGD, ranks=Ranks(on_host=True))
         said = simulate_step(step).peak_bytes
         del whole, step
-        gc.collect()
-        around, model = torch.cuda.memory_allocated(), Model(4, 512)
+        around, model = _around(), Model(4, 512)
         for layer in (*model.layers, model):
             fully_shard(layer, mesh=mesh, offload_policy=CPUOffloadPolicy())
         for buffer in model.buffers():
             buffer.data = buffer.data.to(on)
         real = _real_peak(model, ids, torch.optim.SGD(model.parameters(), 1e-3), on) - around
-    assert -0.10 <= real / said - 1 <= 0.02, f"measured {real / said - 1:+.2%} of what was simulated"
+    assert -BELOW <= real / said - 1 <= ABOVE, f"measured {real / said - 1:+.2%} of what was simulated"
     return f"measured against simulated: {real / said - 1:+.2%}"
 
 
@@ -870,7 +889,7 @@ def elastic(on: str) -> str:
 
     def step(wrap: Callable[[nn.Module], Callable[..., Any]], tokens: int) -> list[Tensor]:
         ids = ids_of(1, tokens, on)
-        return gradients(lambda: in_regions(model, wrap)(ids), model)
+        return [g.cpu() for g in gradients(lambda: in_regions(model, wrap)(ids), model)]  # what is kept counts here
 
     def peak(wrap: Callable[[nn.Module], Callable[..., Any]]) -> int:
         step(wrap, 2048)
@@ -886,10 +905,16 @@ def elastic(on: str) -> str:
 
     total = torch.cuda.get_device_properties(0).total_memory
     most, least = peak(plain), peak(recompute)
+    sizes = (256, 512, 1024, 2048)
+    plainly = {tokens: [step(plain, tokens) for _ in range(2)] for tokens in sizes}  # they do not fit under a limit
+
+    def equal(tokens: int) -> str:
+        return same(iter(plainly[tokens]).__next__, partial(step, under, tokens))
+
     try:
         memory = Elastic((most + least) // 2)
         for tokens in (256, 2048, 512, 2048, 1024, 2048):
-            said = same(partial(step, plain, tokens), partial(step, under, tokens))
+            said = equal(tokens)
         found = peak(under)
         assert found <= memory.limit, f"{found:,} bytes at the peak, above {memory.limit:,}"
         assert any(row.evicted for row in memory.report().rows), "nothing was evicted half way"
@@ -899,7 +924,7 @@ def elastic(on: str) -> str:
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction((most + least) / 2 / total)
         try:
-            same(partial(step, under, 2048), partial(step, under, 2048))
+            equal(2048)
             net = f"{sum(row.run_again for row in memory.report().rows)} run again at a fence"
         except torch.OutOfMemoryError:
             net = "out of memory in a node of the graph at a fence"
