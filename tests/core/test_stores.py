@@ -123,7 +123,7 @@ def test_on_host_frees_the_device() -> None:
     """A tensor on a CUDA device is copied to pinned host memory and back to the same device."""
     tensor, store = torch.arange(6.0, device="cuda"), OnHost()
     handle = store.put(tensor)
-    assert handle.parcel.host.is_pinned()
+    assert handle.host_copy.host.is_pinned()
     assert torch.equal(store.get(handle), tensor)
     assert store.get(handle).device == tensor.device
 

@@ -438,19 +438,23 @@ def test_a_device_chooses_the_same_kernels_and_types() -> None:
     """Attention of each kind runs there as the kernel that is simulated for its capability, and autocast casts so."""
     cuda = torch.device("cuda", torch.cuda.current_device())
     here = "cuda {}.{}".format(*torch.cuda.get_device_capability(cuda))
-    wrong: dict[str, Any] = {}
+    wrong: list[str] = []
     for name, (_, _, given) in CHOSEN.items():
         simulated_ran = simulated(lambda x, w, given=given: fused(x, **given), here)[1]
         seen = Operations()
         moved = {key: value.to(cuda) if isinstance(value, torch.Tensor) else value for key, value in given.items()}
         with seen:
             fused(torch.ones(1, 1, device=cuda, requires_grad=True), **moved)
-        kernels = {op for op in seen.counts if op.startswith("_scaled_dot_product")}
-        if kernels != {op for op in simulated_ran if op.startswith("_scaled_dot_product") and "backward" not in op}:
-            wrong[name] = kernels
+        kernels, said = ([op for op in ran if _is_kernel(op)] for ran in (seen.counts, simulated_ran))
+        if kernels != said:
+            wrong.append(f"{name}: simulated {said or 'products'}, ran {kernels or 'products'}")
     for name, (fn, wanted) in TYPES.items():
         with torch.autocast("cuda", dtype=torch.bfloat16), torch.device(cuda):
             found = fn(torch.ones(ROWS, WIDTH, device=cuda)).dtype
         if found is not wanted:
-            wrong[name] = found
-    assert not wrong
+            wrong.append(f"{name}: {wanted} by CUDA's list, {found} there")
+    assert not wrong, "\n".join([f"torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}", *wrong])
+
+
+def _is_kernel(op: str) -> bool:
+    return op.startswith("_scaled_dot_product") and "backward" not in op
