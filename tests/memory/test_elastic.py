@@ -514,7 +514,10 @@ def test_wrapping_anew_finds_the_same_part(memory: Limited) -> None:
 
 
 def test_the_cuda_allocator_is_the_second_fence(monkeypatch: pytest.MonkeyPatch, memory: Limited) -> None:
-    """A limit in bytes is told to the allocator, which gives back what it holds above it; "fit" ends that."""
+    """A limit in bytes is told to the allocator, which gives back what it holds above it; "fit" ends that.
+
+    So does the end of the pool that told it last, and not that of another.
+    """
     told: list[Any] = []
     monkeypatch.setattr(_Pool, "device", torch.device("cuda", 0))
     properties = types.SimpleNamespace(total_memory=8 * 10**9)
@@ -527,12 +530,17 @@ def test_the_cuda_allocator_is_the_second_fence(monkeypatch: pytest.MonkeyPatch,
         "mem_get_info": lambda device: (5 * 10**9, 8 * 10**9),
     }.items():
         monkeypatch.setattr(torch.cuda, name, act)
-    pool = Elastic(4 * 10**9, meter=memory)
-    region = recompute(torch.sin, elastic=pool)
-    for limit in (4 * 10**9, 2 * 10**9, "fit"):
-        pool.limit = limit
-        region(torch.ones(2, requires_grad=True)).sum().backward()
-    assert told == [0.5, 0.25, "emptied", 1.0]
+    pools = [Elastic(4 * 10**9, meter=memory) for _ in range(2)]
+    for pool, limits in zip(pools, ((4 * 10**9, 2 * 10**9, "fit"), (4 * 10**9,)), strict=True):
+        for limit in limits:
+            pool.limit = limit
+            recompute(torch.sin, elastic=pool)(torch.ones(2, requires_grad=True)).sum().backward()
+    assert told == [0.5, 0.25, "emptied", 1.0, 0.5]
+    del pool
+    for left, last in ((1, 0.5), (0, 1.0)):
+        del pools[0]
+        gc.collect()
+        assert (len(pools), told[-1]) == (left, last)
 
 
 def test_backward_waits_only_for_what_a_replay_rebuilt(monkeypatch: pytest.MonkeyPatch) -> None:

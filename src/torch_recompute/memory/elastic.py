@@ -189,9 +189,11 @@ class Elastic:
     Args:
         limit: The most bytes alive at any time, weights and everything else included: bytes, "72GiB", or "fit" for
             what the device has for this process when the first region is called. On CUDA the allocator is told as well
-            (`torch.cuda.set_per_process_memory_fraction`). Set `PYTORCH_ALLOC_CONF=expandable_segments:True` in the
-            environment: sizes that vary leave holes, and these count there.
-        slack: The share of the limit that is left free, for what a stretch may take beyond what was learned.
+            (`torch.cuda.set_per_process_memory_fraction`), until this object is gone: it refuses to reserve more, for
+            the whole process. Set `PYTORCH_ALLOC_CONF=expandable_segments:True` in the environment: sizes that vary
+            leave holes, and these count there.
+        slack: The share of the limit that is left free, for what a stretch may take beyond what was learned, and on
+            CUDA for holes.
         group: A process group on the CPU of the ranks that must replay the same regions, because a region repeats a
             collective of theirs: they agree before a microbatch's backward, and evict alike. By default each rank
             decides for itself, and an elastic region with such a collective is refused.
@@ -445,10 +447,13 @@ class _Pool:
     def _fence(self) -> None:
         """Has the CUDA allocator itself refuse more than the limit, and give back what it holds above it.
 
-        What it holds counts, fragments included. So an allocation fails there, and is run again, before another process
-        on the card misses its share.
+        What it holds counts, fragments included, and of the whole process, for as long as the pool is there. So an
+        allocation fails there, and is run again, before another process on the card misses its share.
         """
         if self.device.type == "cuda":
+            if _fences.get(self.device) != id(self):
+                _fences[self.device] = id(self)
+                weakref.finalize(self, _unfence, self.device, id(self)).atexit = False
             total = torch.cuda.get_device_properties(self.device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, (self.limit or total) / total), self.device)
             if self.limit and torch.cuda.memory_reserved(self.device) > self.limit:
@@ -463,6 +468,17 @@ class _Pool:
     def device(self) -> torch.device:
         """The device whose memory it is: the present CUDA device where CUDA is in use, else the CPU."""
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
+
+
+_fences: dict[torch.device, int] = {}
+"""For each device the pool, by its `id`, that told the allocator its limit last."""
+
+
+def _unfence(device: torch.device, pool: int) -> None:
+    """Takes the limit away that a pool told the allocator, which is gone now, unless another has told it since."""
+    if _fences.get(device) == pool:
+        del _fences[device]
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
 def _part_of(call: ElasticCall) -> _RegionMemory:
