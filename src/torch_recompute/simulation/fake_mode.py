@@ -40,11 +40,12 @@ from ..memory.operations import Operation, PlainFormulas, Seen
 from ..memory.saved import generators_as_before
 from ..memory.workspaces import RECURRENT, reserve, takes_nothing, watched, workspace
 from .cuda_decompositions import AsOnCuda, autocast_of_cuda, capability_of
-from .made_up import MadeUp, is_code, stays
+from .made_up import MadeUp, is_code, is_room, stays
 from .recipes import DRAWS, GROUPED, MASKED, UNKNOWN, Recipes, key_of, kind_of
 
 aten: Any = torch.ops.aten
 _DEVICE: Any = torch.ops.prim.device.default
+_DROPOUT_STATE: Any = aten._cudnn_init_dropout_state.default
 
 
 def _cannot_simulate(op: str, where: str, error: Exception) -> str:
@@ -154,6 +155,9 @@ class FakeMode(TorchDispatchMode):
     ) -> Any:
         if func is _DEVICE:  # how a fake tensor is asked for its device, at every turn
             return device_of(args[0])
+        if func is _DROPOUT_STATE:  # torch keeps it for the process, so it is neither fake nor the step's
+            with without_modes():
+                return func(*args, **(kwargs or {}))
         if traced():
             return func(*args, **(kwargs or {}))
         if _torch.graph_is_kept() and torch.is_grad_enabled():
@@ -220,7 +224,7 @@ class FakeMode(TorchDispatchMode):
         if not any(kind_of(func)):
             out = self._simulated(func, args, kwargs, real)
             made = leaves(out)
-            if not all(map(stays, made)) or (not real and any(map(is_code, made))):
+            if not all(map(stays, made)) or (not real and any(is_code(x) or is_room(x) for x in made)):
                 return out
         return self._in_the_act(func, args, kwargs)
 

@@ -60,6 +60,11 @@ def is_code(tensor: torch.Tensor) -> bool:
     return tensor.dtype is torch.uint8 and tensor.numel() > FLOATS
 
 
+def is_room(tensor: torch.Tensor) -> bool:
+    """Whether a tensor that comes from no other has no elements, and so may come to be over a fake one's memory."""
+    return floats(tensor) and not tensor.numel()
+
+
 def is_hollow(tensor: torch.Tensor) -> bool:
     """Whether it has no values."""
     return tensor.device.type == "meta" or type(tensor) is FakeTensor

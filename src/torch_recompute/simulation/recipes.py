@@ -100,8 +100,8 @@ class Recipes:
     def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors: list[FakeTensor] = []
         like = _LAID_OUT_AS.get(func, func)
-        key = key_of(func, args, kwargs, tensors)
         try:
+            key = key_of(func, args, kwargs, tensors)
             recipe, self.known, *_ = self.by_layout.get(key, UNKNOWN)
         except TypeError:  # an argument that cannot be looked up
             return on_fakes(self._fakes, like, args, kwargs)
@@ -234,6 +234,8 @@ def _layout(value: Any, tensors: list[FakeTensor]) -> Any:
         return value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device
     if isinstance(value, (list, tuple)):
         return type(value), tuple([_layout(item, tensors) for item in value])
+    if isinstance(value, torch.UntypedStorage):
+        raise TypeError("a key would keep the memory alive")
     return type(value), value
 
 
