@@ -161,6 +161,7 @@ CHOSEN = {
     "the same on Hopper": ("cuda 9.0", "cudnn", {"widths": (192, 192, 128)}),
     "as wide, but of other values, on Hopper": ("cuda 9.0", "efficient", {"widths": (192, 192, 64)}),
     "wide heads on Hopper": ("cuda 9.0", "flash", {"widths": (256, 256, 256)}),
+    "wide heads on Blackwell": ("cuda 10.0", "flash", {"widths": (256, 256, 256)}),
     "wide heads that drop out on Ada": ("cuda 8.9", "efficient", {"widths": (256, 256, 256), "dropout_p": 0.1}),
     "wider heads": ("cuda 8.0", "efficient", {"widths": (264, 264, 264)}),
     "odd widths": ("cuda 8.0", "flash", {"widths": (20, 20, 20)}),
@@ -182,6 +183,29 @@ CHOSEN = {
 }
 
 
+RELEASES = {  # what cuDNN is given depends on the release of torch; CHOSEN is by the rules of 2.13
+    (2, 11): {
+        "as wide, but of other values, on Hopper": "cudnn",
+        "wide heads on Hopper": "cudnn",
+        "a share dropped that cuDNN does not know": "cudnn",
+        "the same on Hopper": "cudnn",
+        "wide heads on Blackwell": "flash",
+    },
+    (2, 12): {
+        "as wide, but of other values, on Hopper": "cudnn",
+        "wide heads on Hopper": "cudnn",
+        "a share dropped that cuDNN does not know": "flash",
+    },
+    (2, 13): {name: kernel for name, (_, kernel, _) in CHOSEN.items()},
+    (2, 14): {
+        "as wide, but of other values, on Hopper": "efficient",
+        "wide heads on Hopper": "cudnn",
+        "wide heads on Blackwell": "cudnn",
+        "wide heads that drop out on Ada": "efficient",
+    },
+}
+
+
 def fused(
     x: torch.Tensor,
     widths: tuple[int, int, int] = (16, 16, 16),
@@ -196,10 +220,15 @@ def fused(
     return F.scaled_dot_product_attention(*(one.expand(2, *side).clone() for side in sides), **given)
 
 
-@pytest.mark.parametrize("name", CHOSEN)
-def test_attention_is_the_kernel_that_cuda_chooses(name: str) -> None:
+@pytest.mark.parametrize(
+    ("release", "name", "kernel"), [(release, *row) for release, rows in RELEASES.items() for row in rows.items()]
+)
+def test_attention_is_the_kernel_that_cuda_chooses(
+    release: tuple[int, int], name: str, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the rules of PyTorch's choice: types, widths, heads, mask, dropout, and the capability of the device."""
-    target, kernel, given = CHOSEN[name]
+    monkeypatch.setattr("torch_recompute.simulation.cuda_decompositions.release", lambda: release)
+    target, _, given = CHOSEN[name]
     _, ran = simulated(lambda x, w: fused(x, **given), target)
     found = {name.removeprefix("_scaled_dot_product_").partition("_")[0] for name in ran if "_attention" in name}
     assert found == (set() if kernel == "math" else {kernel})

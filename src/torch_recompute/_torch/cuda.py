@@ -24,6 +24,12 @@ PREFERRING_CUDNN = (9, 10)
 """Major capabilities whose first choice is cuDNN: torch moves it to the front there at its first attention."""
 
 
+def release() -> tuple[int, int]:
+    """The release of torch, which has rules of its own for the cuDNN that it comes with."""
+    major, minor, *_ = str(torch.__version__).split(".")
+    return int(major), int(minor)
+
+
 def enabled_backends(capability: tuple[int, int]) -> list[str]:
     """The kernels that the user has enabled, in the order in which they are tried on a device of a capability."""
     order = tuple(map(int, _C._get_sdp_priority_order()))

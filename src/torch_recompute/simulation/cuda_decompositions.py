@@ -5,8 +5,9 @@ six operations, on CUDA one kernel, which in 16 bits keeps a quarter as much; dr
 byte on CUDA; attention may keep all scores. So a function mode meets these functions before PyTorch takes them apart,
 and calls the operation that CUDA's way leads to; both are in every build as names with shapes. Fakes that say they are
 on CUDA would not do: a build without it aborts where it asks for their stream. The conditions are PyTorch's own
-(`rms_norm_symint` in layer_norm.cpp, `is_fused_kernel_acceptable` in Dropout.cpp, `cuda/sdp_utils.cpp` of 2.13), among
-the kernels of attention that the user has enabled. Arguments are cast first where autocast is on.
+(`rms_norm_symint` in layer_norm.cpp, `is_fused_kernel_acceptable` in Dropout.cpp, `cuda/sdp_utils.cpp`), among the
+kernels of attention that the user has enabled; what cuDNN takes is by the release of torch that simulates. Arguments
+are cast first where autocast is on.
 
 CUDA's autocast casts for another list of operations than the CPU's: norms, softmax, powers and sums are computed in 32
 bits. So what is in CUDA's list and not in the CPU's, by torch's own register of both, gets a kernel in the CPU's
@@ -30,7 +31,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from .. import _torch
-from .._torch.cuda import PREFERRING_CUDNN, autocast_as_one, below_autocast, casting, enabled_backends, only_on_cuda
+from .._torch.cuda import autocast_as_one, below_autocast, casting, enabled_backends, only_on_cuda, release
 from .._torch.fakes import below_autograd
 from .._torch.modes import attention_in_parts
 from .._torch.tensors import mapped
@@ -186,12 +187,15 @@ class _Attention(NamedTuple):
         return self.query.dtype in ((torch.float16, torch.bfloat16) if self.capability >= (8, 0) else (torch.float16,))
 
     @property
+    def _trains(self) -> bool:
+        return any(x.requires_grad for x in (self.query, self.key, self.value))
+
+    @property
     def flash(self) -> bool:
         """Equal widths of at most 256, in 16 bits, without a mask."""
         width, of_values = self._widths
         large = width > 192 and not (width > 224 and not self.dropout)
-        trains = any(x.requires_grad for x in (self.query, self.key, self.value))
-        too_large = trains and large and self.capability in _SMALL_SHARED_MEMORY
+        too_large = self._trains and large and self.capability in _SMALL_SHARED_MEMORY
         return (
             self._dense
             and self._half
@@ -218,20 +222,36 @@ class _Attention(NamedTuple):
         )
 
     @property
-    def cudnn(self) -> bool:
-        """Widths of at most 128, or 192 with values of 128 on the devices whose first choice it is."""
+    def _fits_cudnn(self) -> bool:
+        """Widths of at most 128, and wider ones by device and release of torch.
+
+        - 2.11 and 2.12, with cuDNN 9.19 and 9.20: up to 256 on 9.0 (an H100 ran 2.11's); 192 with values of 128 on 10.
+        - 2.13, with a cuDNN of at most 9.22: 192 with values of 128 on both.
+        - 2.14, with 9.24: those, and 256 with values of 256; up to 256 where no gradient is asked for.
+        """
         width, of_values = self._widths
-        unequal = self.capability[0] in PREFERRING_CUDNN and (width, of_values) == (192, 128)
+        most, hopper = max(width, of_values), self.capability == (9, 0)
+        if not width or width % 8 or of_values % 8:
+            return False
+        if most <= 128 or (hopper and most <= 256 and release() < (2, 13)):
+            return True
+        known = (width, of_values) == (192, 128) and (hopper or self.capability[0] == 10)
+        if release() < (2, 14) or not (hopper or self.capability[0] == 10):
+            return known
+        return known or (most <= 256 and (not self._trains or width == of_values == 256))
+
+    @property
+    def cudnn(self) -> bool:
+        """Widths that fit it, and from torch 2.12 on a share dropped of whole sixteenths."""
         return (
             self._dense
             and self._half
             and self.capability >= (8, 0)
             and (self._heads == 1 or (self.grouped and self._heads > 1))
-            and (0 < width <= 128 >= of_values or unequal)
-            and width % 8 == of_values % 8 == 0
+            and self._fits_cudnn
             and self.key.shape[-2] != 1
             and not (self.dropout and self.query.shape[-2] == 1)
-            and (self.dropout * 16).is_integer()
+            and ((self.dropout * 16).is_integer() or release() < (2, 12))
             and (
                 not torch.are_deterministic_algorithms_enabled()
                 or torch.is_deterministic_algorithms_warn_only_enabled()
