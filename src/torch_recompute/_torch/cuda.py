@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager
@@ -68,6 +69,12 @@ def only_on_cuda() -> list[Any]:
     names: set[str] = {*listed("AutocastCUDA")} - {*listed("AutocastCPU")}
     found = (name.partition("::")[2].partition(".") for name in names if name.startswith("aten::"))
     return [getattr(getattr(torch.ops.aten, packet), overload or "default") for packet, _, overload in found]
+
+
+@functools.cache
+def cast_on_cuda(name: str) -> bool:
+    """Whether CUDA's autocast casts for an operation: for `rms_norm` it does from torch 2.12 on."""
+    return f"aten::{name}" in _C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
 
 
 def below_autocast() -> AbstractContextManager[None]:

@@ -31,7 +31,15 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from .. import _torch
-from .._torch.cuda import autocast_as_one, below_autocast, casting, enabled_backends, only_on_cuda, release
+from .._torch.cuda import (
+    autocast_as_one,
+    below_autocast,
+    cast_on_cuda,
+    casting,
+    enabled_backends,
+    only_on_cuda,
+    release,
+)
 from .._torch.fakes import below_autograd
 from .._torch.modes import attention_in_parts
 from .._torch.tensors import mapped
@@ -92,7 +100,7 @@ class _RmsNorm(torch.autograd.Function):
 def _rms_norm(
     input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
 ) -> Any:
-    if _torch.autocast_on(input.device.type):
+    if _torch.autocast_on(input.device.type) and cast_on_cuda("rms_norm"):
         input, weight = _all_cast(torch.float32, input, weight)
     mixed = weight is not None and weight.dtype is not input.dtype
     if mixed or input.is_complex() or _channels_last(input):
