@@ -1,8 +1,9 @@
 """What recomputation saves in models of published sizes.
 
 Four ways: no region, every layer a region, a plan for that peak, and a plan for half way between both peaks. Peaks are
-those of the whole step (weights, gradients, AdamW's state, activations), replays are shares of the step's FLOPs in
-products. Both are computed on tensors without data, and `simulated_peak.py` shows how far from measured ones they are.
+those of the whole step (weights, gradients, activations, and fused AdamW's states), replays are shares of the step's
+FLOPs in products. Both are computed on tensors without data; `simulated_peak.py` and `on_gpu.py` show how far from
+measured ones they are.
 Times are sums over the operations of the same simulated steps, each priced by the data sheet of an H100:
 predictions, there to compare. Dropout is off: with it the CPU build of torch has no fused attention.
 """
@@ -22,7 +23,7 @@ from torch_recompute.memory.operations import Operation
 from torch_recompute.planner.ops import Op, op_of
 from torch_recompute.planner.planner import Planner
 from torch_recompute.simulation import simulate_step
-from torch_recompute.training_step import TrainingStep
+from torch_recompute.training_step import OPTIMIZERS, USUAL, TrainingStep
 
 DEVICE = "h100"
 # Model -> rows of its batch, tokens in each (None: it has pictures).
@@ -38,7 +39,8 @@ def figures_of(name: str) -> dict[str, Any]:
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     inputs = batch_for(model, name, *MODELS[name])
-    planner = Planner(TrainingStep(model, (), inputs, optimizer=torch.optim.AdamW, device=DEVICE, loop=LOOP))
+    trained = TrainingStep(model, (), inputs, optimizer=OPTIMIZERS[USUAL], device=DEVICE, loop=LOOP)
+    planner = Planner(trained)
 
     def step(plan: Plan) -> dict[str, Any]:
         ran: Counter[Op] = Counter()
@@ -48,11 +50,7 @@ def figures_of(name: str) -> dict[str, Any]:
             if op is not None:
                 ran[op] += 1
 
-        result = simulate_step(
-            TrainingStep(model, (), inputs, optimizer=torch.optim.AdamW, loop=LOOP),
-            prepare=lambda copy: apply(copy, plan),
-            watch=count,
-        )
+        result = simulate_step(trained, prepare=lambda copy: apply(copy, plan), watch=count)
         replay = result.flops.get("replay", 0)
         return {
             "peak_bytes": result.peak_bytes,

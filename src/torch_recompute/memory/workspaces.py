@@ -213,10 +213,16 @@ def workspace(func: Any, inputs: Any) -> int | str:
         The bytes, or why they are not known, in words. 0 for real tensors that are not on the CPU, whose allocator
         says what was taken.
     """
-    if takes_nothing(func, inputs):
+    if takes_nothing(func, inputs, target_of(inputs)):
         return 0
     found = _seen(func, inputs)
     return found if isinstance(found, str) else found.nbytes
+
+
+def target_of(inputs: Any) -> str:
+    """Returns the device of some arguments, fake ones too, as `takes_nothing` has it: CUDA, or "" for the CPU."""
+    away = any(device_of(tensor).type == "cuda" for tensor in _torch.tensors_in(inputs))
+    return "cuda 9.0" if away else ""
 
 
 def results(func: Any, inputs: Any) -> tuple[tuple[int, ...], ...]:
@@ -228,7 +234,7 @@ def results(func: Any, inputs: Any) -> tuple[tuple[int, ...], ...]:
     Returns:
         One tuple for each result; nothing where they are as fake tensors say, or are not known.
     """
-    if _listed(func, inputs):
+    if _listed(func, inputs, target_of(inputs)):
         return ()
     found = _seen(func, inputs)
     return () if isinstance(found, str) else found.results

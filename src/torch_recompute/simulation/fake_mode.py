@@ -38,7 +38,7 @@ from ..memory.cuda_kernels import taken_on_cuda
 from ..memory.ledger import leaves
 from ..memory.operations import Operation, PlainFormulas, Seen
 from ..memory.saved import generators_as_before
-from ..memory.workspaces import RECURRENT, reserve, takes_nothing, watched, workspace
+from ..memory.workspaces import RECURRENT, reserve, takes_nothing, target_of, watched, workspace
 from .cuda_decompositions import AsOnCuda, autocast_of_cuda, capability_of
 from .made_up import MadeUp, is_code, is_room, stays
 from .recipes import DRAWS, GROUPED, MASKED, UNKNOWN, Recipes, key_of, kind_of
@@ -312,7 +312,8 @@ class FakeMode(TorchDispatchMode):
 
 
 def _takes_nothing(ran: Operation) -> bool:
-    return takes_nothing(ran.func, (ran.args, ran.kwargs))
+    inputs = ran.args, ran.kwargs
+    return takes_nothing(ran.func, inputs, target_of(inputs))
 
 
 def grouped(
