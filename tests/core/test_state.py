@@ -659,7 +659,7 @@ def test_running_statistics_take_few_operations(older: bool, device: bool, monke
         counts.append(launches.count)
         results.append([*(p.grad.clone() for p in block.parameters()), *(b.clone() for b in block.buffers())])
         block.zero_grad()
-    assert counts[1] - counts[0] == (9 if device else 5)
+    assert 0 < counts[1] - counts[0] <= (9 if device else 5)
     assert all(torch.equal(a, b) for a, b in zip(*results[1:], strict=True))
     assert results[0][-1] == 4  # torch's checkpoint updates them twice
     assert results[1][-1] == 2

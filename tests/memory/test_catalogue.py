@@ -33,6 +33,7 @@ OTHERS = {
     "linalg.lstsq": "refused",
     "sparse.mm": "none",
     "cumprod": "wrong",  # too high: its backward has another formula while a mode is on
+    **({"nn.LSTM": "bound"} if torch.__version__.startswith("2.11") else {}),  # its fake has less of a shape there
 }
 
 

@@ -74,6 +74,7 @@ class Retainers:
     def __init__(self) -> None:
         self.of: dict[int, Hold] = {}
         self._nodes: set[Node] = set()
+        self._edges: list[Any] = []  # which own their nodes; before torch 2.12 a node of Python does not own itself
         self._queue: deque[Node] = deque()
         self._searched: set[Any] = set()  # region calls and foreign hooks
 
@@ -158,6 +159,7 @@ class Retainers:
             seen[id(value)] = value
             if isinstance(value, torch.Tensor):
                 if value.grad_fn is not None:
+                    self._edges.append(torch.autograd.graph.get_gradient_edge(value))
                     self._enqueue([value.grad_fn])
                 yield value, region
                 continue

@@ -74,17 +74,19 @@ _POSITIONS = ("cos", "sin", "freq", "pos", "emb")
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 _library = torch.library.Library("torch_recompute", "DEF")
-_library.define("kernel(Tensor[] reads, int[] sizes, int[] strides, int[] dims, ScalarType[] dtypes) -> Tensor[]")
+_library.define("kernel(Tensor[] reads, int[] sizes, int[] strides, int[] dims, int[] dtypes) -> Tensor[]")
+_DTYPES = [*dict.fromkeys(kind for kind in vars(torch).values() if isinstance(kind, torch.dtype))]
+"""Types by number: torch 2.11 gives a list of types to Python as numbers of its own."""
 
 
 def _allocated(
-    reads: list[torch.Tensor], sizes: list[int], strides: list[int], dims: list[int], dtypes: list[torch.dtype]
+    reads: list[torch.Tensor], sizes: list[int], strides: list[int], dims: list[int], dtypes: list[int]
 ) -> list[torch.Tensor]:
     ends = list(itertools.accumulate(dims, initial=0))
     places = [slice(*pair) for pair in itertools.pairwise(ends)]
     like = reads[0]
     return [
-        torch.empty_strided(sizes[at], strides[at], dtype=dtype, device=like.device)
+        torch.empty_strided(sizes[at], strides[at], dtype=_DTYPES[dtype], device=like.device)
         for at, dtype in zip(places, dtypes, strict=True)
     ]
 
@@ -128,7 +130,8 @@ class Dense(NamedTuple):
 
 def _run(reads: Sequence[torch.Tensor], makes: Sequence[Dense]) -> list[torch.Tensor]:
     sizes, strides = [n for one in makes for n in one.shape], [n for one in makes for n in one.stride]
-    return KERNEL(list(reads), sizes, strides, [len(one.shape) for one in makes], [one.dtype for one in makes])
+    dims, dtypes = [len(one.shape) for one in makes], [_DTYPES.index(one.dtype) for one in makes]
+    return KERNEL(list(reads), sizes, strides, dims, dtypes)
 
 
 class _Kernel(torch.autograd.Function):

@@ -141,8 +141,12 @@ class Recipes:
         return mapped(out, lambda x: self._made_as(x, *new[id(x)]) if id(x) in new else x)
 
     def _made_as(self, fake: torch.Tensor, nbytes: int, *stride: int) -> torch.Tensor:
-        """A result with these strides, if they are others, in memory of at least these bytes."""
-        if any(a != b and size > 1 for a, b, size in zip(fake.stride(), stride, fake.shape, strict=True)):
+        """A result with these strides, if they are others, in memory of at least these bytes.
+
+        What an LSTM keeps for its backward has no shape of which the bytes are known in torch 2.11, but memory.
+        """
+        same_dims = fake.dim() == len(stride)
+        if same_dims and any(a != b and n > 1 for a, b, n in zip(fake.stride(), stride, fake.shape, strict=True)):
             with self._fakes:
                 fake = torch.empty_strided(fake.shape, stride, dtype=fake.dtype, device=fake.device)
         if fake.untyped_storage().nbytes() < nbytes:
