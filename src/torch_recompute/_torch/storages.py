@@ -46,8 +46,9 @@ class Memory:
         storage: Any = None if _revive is None else _revive(self._ref.cdata)
         if storage is None:
             return None
-        empty: Any = torch.empty(0, dtype=dtype, device=storage.device)
-        found = empty.set_(storage, 0, (size,))
+        with _C._DisableTorchDispatch():  # in a simulation memory may be real, and a fake cannot be put over it
+            empty: Any = torch.empty(0, dtype=dtype, device=storage.device)
+            found = empty.set_(storage, 0, (size,))
         if self._fake is None:
             return found
         mode, device = self._fake  # its storage is on meta, wherever it pretends to be
