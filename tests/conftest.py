@@ -7,6 +7,7 @@ tests take whatever `import torch_recompute` finds, so `PYTHONPATH=src pytest` w
 `hypothesis` may be missing (a bare machine with a GPU, say): the tests that need it say so with `importorskip`.
 """
 
+import contextlib
 import gc
 import importlib.util
 import os
@@ -65,8 +66,8 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module")
-def free_launches() -> Iterator[None]:
+@contextlib.contextmanager
+def launching_free() -> Iterator[None]:
     """Operations are launched in no time, so that steps of small models take what a device by its data sheet takes."""
     from torch_recompute.planner import prices
 
@@ -75,6 +76,20 @@ def free_launches() -> Iterator[None]:
         forget_plans()
         yield
     forget_plans()
+
+
+@pytest.fixture(scope="module")
+def free_launches() -> Iterator[None]:
+    """Launches take no time, from the first test of a module that asks for it to the module's last."""
+    with launching_free():
+        yield
+
+
+@pytest.fixture
+def free_launches_here() -> Iterator[None]:
+    """Launches take no time in a test."""
+    with launching_free():
+        yield
 
 
 @pytest.fixture

@@ -73,7 +73,7 @@ def test_phases_cover_the_step(by_hand: Reported) -> None:
     assert named(by_hand, "without recomputation")["replay_seconds"] == 0.0
 
 
-@pytest.mark.usefixtures("free_launches")
+@pytest.mark.usefixtures("free_launches_here")
 def test_the_clock_is_the_planners() -> None:
     """For a plan from a budget the clock shows the seconds that it promises, its own rows, and its peak."""
     model, args = pair()
@@ -111,7 +111,7 @@ def test_what_is_in_host_memory() -> None:
     assert (plain["host_bytes"], plain["samples"]["host"]) == (0, [])
 
 
-@pytest.mark.usefixtures("free_launches")
+@pytest.mark.usefixtures("free_launches_here")
 def test_a_plan_with_host_memory_is_the_one_that_was_promised() -> None:
     """Where a budget's plan sends inputs to host memory, its step has the promised peak and the planner's own rows."""
     model, args = deep_is_made()[0], (torch.ones(512, 16),)

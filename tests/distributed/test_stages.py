@@ -19,9 +19,8 @@ from torch_recompute import Plan, StagePlans
 from torch_recompute.commands import cli
 from torch_recompute.distributed import agree_on
 
-pytestmark = pytest.mark.usefixtures("free_launches")
 
-
+@pytest.mark.usefixtures("free_launches_here")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_promise_is_kept(ranks: Any, schedule: str) -> None:
     """On each rank of each schedule the measured peak is the predicted one, within the budget; gradients are plain."""

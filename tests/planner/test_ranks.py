@@ -256,7 +256,7 @@ def test_more_memory_never_costs_more(planner: LayoutPlanner) -> None:
         planner.plans(caught.value.smallest - 1)
 
 
-@pytest.mark.usefixtures("free_launches")
+@pytest.mark.usefixtures("free_launches_here")
 def test_a_budget_that_earlier_ranks_feel_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that hold alike recompute the more the earlier they are, and run alike stages once, also in later calls."""
     planner, again = (LayoutPlanner(built(), "MODEL", Layout(Ranks(pp=4)), TOKENS, "none", "h100") for _ in range(2))
