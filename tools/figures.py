@@ -75,9 +75,8 @@ def on_gpu_in_words() -> str:
     off = [abs(row["peak_error"]) for row in found["figures"]]
     near = sum(error < 0.001 for error in off)
     device, most, little = found["device"].split()[1], _share(max(off)), _share(0.001)
-    return (
-        f"{len(off)} such steps ran on an {device}. Peaks: within {most} of the computed ones, {near} within {little}."
-    )
+    peaks = f"peaks are within {most} of the computed ones, {near} of them within {little}"
+    return f"{len(off)} such steps ran on an {device}: {peaks}."
 
 
 def _in_gib(count: int) -> str:
