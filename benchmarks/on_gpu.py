@@ -15,9 +15,7 @@ A way that ends out of memory counts as missed.
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import io
 import json
 import statistics
 import subprocess
@@ -30,6 +28,7 @@ from typing import Any
 
 import torch
 from _measure import RESULTS, arguments, finish
+from published import answer
 
 from torch_recompute import Plan, apply
 from torch_recompute.commands import cli, models
@@ -59,11 +58,9 @@ def planned_file(device: str) -> Path:
 
 def asked(*words: str) -> Any:
     """The document that `torch-recompute plan` prints."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        code = cli.main(["plan", *words, "--json", "--quiet"])
-    assert code == 0, (words, said.getvalue())
-    return json.loads(said.getvalue())
+    found = answer(" ".join(words))
+    assert not isinstance(found, str), found
+    return found
 
 
 def predicted(case: str, way: str, device: str, plan: str | None) -> dict[str, Any]:

@@ -643,7 +643,7 @@ These two were all that lay between: on an H100 the workspaces that earlier work
 def _around() -> int:
     """What is allocated before a model is made, without the workspaces that cuBLAS keeps of earlier products.
 
-    A simulation counts them as the step's (`kept_by_cublas`), whose first product allocates them anew.
+    A simulation counts them as the step's (`kept_by_cublas`), whose first product allocates them again.
     """
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()

@@ -60,12 +60,11 @@ def on_gpu() -> str:
     cases: dict[str, list[dict[str, Any]]] = {}
     for row in _result("on_gpu-h100")["figures"]:
         cases.setdefault(row["case"], []).append(row)
-    shown = ("way", str), ("predicted_peak_bytes", _in_gib), ("peak_bytes", _in_gib)
-    columns = (*shown, ("predicted_ratio", _two), ("ratio", _two))
-    table = [
-        (f"`{case}`", *("/".join(say(row[name]) for row in rows) for name, say in columns))
-        for case, rows in cases.items()
-    ]
+    figures = ("predicted_peak_bytes", GIB), ("peak_bytes", GIB), ("predicted_ratio", 1), ("ratio", 1)
+    table: list[tuple[str, ...]] = []
+    for case, rows in cases.items():
+        columns = ["/".join(f"{row[name] / unit:.2f}" for row in rows) for name, unit in figures]
+        table.append((f"`{case}`", "/".join(row["way"] for row in rows), *columns))
     return _table(("`plan`", "recomputed, or budget", "GiB", "GiB there", "step x", "step x there"), table)
 
 
@@ -77,14 +76,6 @@ def on_gpu_in_words() -> str:
     device, most, little = found["device"].split()[1], _share(max(off)), _share(0.001)
     peaks = f"peaks are within {most} of the computed ones, {near} of them within {little}"
     return f"{len(off)} such steps ran on an {device}: {peaks}."
-
-
-def _in_gib(count: int) -> str:
-    return f"{count / GIB:.2f}"
-
-
-def _two(ratio: float) -> str:
-    return f"{ratio:.2f}"
 
 
 # What the forms of `peers discard` are called here; a form that is not named is left out.

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-SDPA = "_scaled_dot_product"
+_SDPA = "_scaled_dot_product"
 
 _MULTIPROCESSORS: dict[tuple[int, int], tuple[int, int]] = {  # and the threads of each
     (7, 0): (80, 2048),
@@ -29,14 +29,14 @@ _MULTIPROCESSORS: dict[tuple[int, int], tuple[int, int]] = {  # and the threads 
 
 
 @functools.cache
-def name_of(func: Any) -> str:
+def _name(func: Any) -> str:
     """The name of an operation without its overload."""
     return str(getattr(func, "overloadpacket", "")).removeprefix("aten.")
 
 
 def taken_on_cuda(func: Any, args: Sequence[Any], capability: tuple[int, int]) -> int | None:
     """Returns the bytes that a kernel takes on a CUDA device of a capability; None where no formula is known."""
-    formula = _FORMULAS.get(name_of(func))
+    formula = _FORMULAS.get(_name(func))
     return attention(func, args) if formula is None else formula(args, capability)
 
 
@@ -51,8 +51,8 @@ def attention(func: Any, args: Sequence[Any]) -> int | None:
       number per query; its forward sums the result in 32 bits where values are wider than 128
     - cuDNN from 9.0 on (`scaled_dot_product_flash_attention.h` of its frontend): rows and widths as they are
     """
-    name = name_of(func)
-    if not name.startswith(SDPA) or "for_cpu" in name or "math" in name:
+    name = _name(func)
+    if not name.startswith(_SDPA) or "for_cpu" in name or "math" in name:
         return None
     back = name.endswith("_backward")
     query, key, value = args[back : back + 3]

@@ -262,8 +262,7 @@ def seconds_of(
     once = sum(seconds for _, seconds in prices) - optimizer - sum(hidden_copies(ran, price).values())
     host = beside(price)
     if host is not None:
-        here = {(phase, op): count for (phase, op), count in ran.items() if not (op.moved or op.in_host_memory)}
-        launched = sum(count for (phase, _), count in here.items() if phase != "optimizer")
+        launched = sum(n for (phase, op), n in ran.items() if phase != "optimizer" and not op.in_host_memory)
         once = max(once, host.operation * launched + host.of(regions, 0, 0))
     return optimizer, accumulate * once + optimizer
 
