@@ -157,9 +157,20 @@ def test_an_mlp_that_may_mix_tokens_is_named() -> None:
         plan = make_plan(net, kwargs=BATCH, budget=0, device="h100", tiles=True)
         assert not any(choice.tiles and not choice.with_loss for choice in plan)
         assert plan.prediction is not None
-        why = "not model.layers.0.mlp: aten.mean.dim is not known to act on each token alone"
+        why = "not model.layers.0.mlp and 2 more: aten.mean.dim is not known to act on each token alone"
         assert why in plan.prediction.tiled
         assert f"in tiles: {why}" in str(plan)
+    (stated,) = peaks(net, BATCH, recompute="full", device="h100", tiles=True)
+    assert [choice.paths for choice in stated.plan if choice.tiles] == [("lm_head",)]
+    assert why in stated.tiled
+    for layer in net.model.layers:
+        layer.mlp.act_fn = nn.Softmax(dim=1)
+    (stated,) = peaks(net, BATCH, recompute="full", device="h100", tiles=True)
+    assert [choice.paths for choice in stated.plan if choice.tiles] == [("lm_head",)]
+    for layer in net.model.layers:
+        layer.mlp.act_fn = nn.Softmax(dim=-1)
+    (stated,) = peaks(net, BATCH, recompute="full", device="h100", tiles=True)
+    assert [choice.paths for choice in stated.plan if choice.tiles] != [("lm_head",)]
 
 
 def test_tiles_are_named_where_no_plan_fits() -> None:

@@ -64,7 +64,7 @@ from .profile import Profile
 from .segments import CapturedCall, capture, group, regions, spans
 from .sent import Sent, overlapped, sent
 from .solve import choices_of, choose, decides, frontier, planned, smallest, untied
-from .tiling import InTiles, acts_on_tokens, in_tiles, mlps_in_words, mlps_of
+from .tiling import InTiles, in_tiles, mlps_in_words, mlps_of
 from .trials import SegmentCall, Tried, attempt
 
 ROUNDS = 8
@@ -527,12 +527,6 @@ class Planner:
         forward = sum(node.seconds for node in found.graph(self._replayed).nodes)
         for mlp in (relative(mlp, path) for mlp in self._tiling.mlps if inside(mlp, path) and mlp != path):
             tile = Choice((mlp,), tiles=self._tiling.tiles)
-            ops = (op for made in found.made if inside(made.module, mlp) for op in made.ops)
-            mixes = next((op for op in ops if not acts_on_tokens(op)), None)
-            if mixes is not None:
-                why = f"not {joined(path, mlp)}: {mixes.func} is not known to act on each token alone"
-                self._tiling = self.known.tiling = replace(self._tiling, refused=(*self._tiling.refused, why))
-                continue
             ways = (_around(option, mlp) for option in options)
             for others in dict.fromkeys(way for way in ways if way is not None):
                 doing(f"trying tiles for {path}")

@@ -19,7 +19,6 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from torch.nn import functional as F
 from .. import errors
 from .._text import counted, doing
 from ..memory import Block
+from ..memory.operations import Operation
 from ..plan.apply import Applied, apply
 from ..plan.choice import Choice, joined
 from ..plan.plan import Plan
@@ -39,7 +39,7 @@ from ..simulation import Simulation, simulate_step
 from ..simulation.fused import KERNEL
 from ..training_step import TrainingStep
 from .hosts import stores_for
-from .ops import Op
+from .ops import Op, op_of
 
 WORTH = 32  # the part of a peak that is not worth more tiles
 
@@ -77,18 +77,29 @@ def in_tiles(step: TrainingStep, plan: Plan, simulations: Sequence[Simulation], 
     path = next((path for path in reversed(heads) if getattr(weights[path], "ndim", 0) == 2), "")
     classes = getattr(weights.get(path), "shape", (0,))[0]
     tokens, (count, inside) = _counts(simulations, classes, mlps)
-    found = partial(InTiles, mlps=tuple(mlps) if inside > 1 else (), tiles=inside)
+    mlps, head, said = mlps if inside > 1 else (), None, ""
     if not path:
-        return found(None, "no head with its loss: the model has no linear layer behind its last layer")
-    if count < 2:
-        return found(None, f"not {path} with its loss: all else takes as much at another moment")
-    choice = Choice((path,), tiles=count, with_loss=True)
-    why = _why_not(step, replace(plan, choices=(*plan.choices, choice)), path)
+        said = "no head with its loss: the model has no linear layer behind its last layer"
+    elif count < 2:
+        said = f"not {path} with its loss: all else takes as much at another moment"
+    else:
+        head = Choice((path,), tiles=count, with_loss=True)
+    why, mixing = _seen(step, plan, head, mlps)
     if why:
-        return found(None, f"not {path} with its loss: {why}")
-    dtype = _computed_in(simulations[0], step.model.get_submodule(path))
-    said = f"{path} with its loss in {count} tiles of {-(-tokens // count):,} tokens"
-    return found(choice, f"{said}; {_noise_of_a_head(dtype, count)}")
+        said, head = f"not {path} with its loss: {why}", None
+    elif head is not None:
+        dtype = _computed_in(simulations[0], step.model.get_submodule(path))
+        said = (
+            f"{path} with its loss in {count} tiles of {-(-tokens // count):,} tokens; {_noise_of_a_head(dtype, count)}"
+        )
+    refused: dict[str, list[str]] = {}
+    for mlp, op in mixing.items():
+        refused.setdefault(op, []).append(mlp)
+    others = {op: f" and {len(paths) - 1} more" if len(paths) > 1 else "" for op, paths in refused.items()}
+    words = [
+        f"not {paths[0]}{others[op]}: {op} is not known to act on each token alone" for op, paths in refused.items()
+    ]
+    return InTiles(head, said, tuple(mlp for mlp in mlps if mlp not in mixing), inside, tuple(words))
 
 
 def _counts(simulations: Sequence[Simulation], classes: int, mlps: Sequence[str]) -> tuple[int, list[int]]:
@@ -147,19 +158,46 @@ def _levels(blocks: Sequence[Block], classes: int, mlps: Mapping[str, bool]) -> 
     return found
 
 
-def _why_not(step: TrainingStep, plan: Plan, path: str) -> str:
-    """Simulates a step with a head in tiles; returns why its loss is not made so, "" if it is."""
+def _seen(step: TrainingStep, plan: Plan, head: Choice | None, mlps: Sequence[str]) -> tuple[str, Mapping[str, str]]:
+    """Simulates a step with a head in tiles, and sees what runs in its MLPs.
+
+    Returns:
+        Why the head's loss is not made in tiles, "" if it is; and of MLPs that may mix tokens an operation that is not
+        known to act on each token alone.
+    """
+    if head is None and not mlps:
+        return "", {}
     handles: list[Applied] = []
-    doing("simulating the step with the loss in tiles")
+    running, mixing = list[str](), dict[str, str]()
+
+    def prepare(copy: nn.Module) -> None:
+        copy.register_forward_pre_hook(lambda *_: running.clear())  # a replay may end within an MLP
+        for mlp in mlps:
+            module = copy.get_submodule(mlp)
+            module.register_forward_pre_hook(lambda *_, mlp=mlp: running.append(mlp))
+            module.register_forward_hook(lambda *_: running.clear())
+        handles.append(apply(copy, tiled, stores=stores_for(tiled, step)))
+
+    def see(phase: str, operation: Operation) -> None:
+        op = op_of(operation) if running and phase == "forward" else None
+        if op is not None and not acts_on_tokens(op):
+            mixing.setdefault(running[0], str(op.func))
+
+    tiled = plan if head is None else replace(plan, choices=(*plan.choices, head))
+    doing("simulating the step with the loss in tiles" if head else "simulating the step, looking at its MLPs")
     try:
-        simulate_step(step, prepare=lambda copy: handles.append(apply(copy, plan, stores=stores_for(plan, step))))
+        simulate_step(step, prepare=prepare, watch=see)
     except errors.RecomputeError as error:
-        return str(error).partition("\n")[0]
-    on_head = wrappers_on(handles[0].model.get_submodule(path))
+        if head is None:
+            raise
+        return str(error).partition("\n")[0], _seen(step, plan, None, mlps)[1]
+    if head is None:
+        return "", mixing
+    on_head = wrappers_on(handles[0].model.get_submodule(head.paths[0]))
     read = {one.asked for one in on_head if isinstance(one, HeadWithLoss)} - {""}
     if read == {None}:
-        return "its result is read by nothing, or it is called inside another region"
-    return f"{' and '.join(map(str, read))} reads the logits of all tokens" if read else ""
+        return "its result is read by nothing, or it is called inside another region", mixing
+    return f"{' and '.join(map(str, read))} reads the logits of all tokens" if read else "", mixing
 
 
 def tiled(step: TrainingStep, plan: Plan, simulation: Simulation) -> tuple[Plan, tuple[str, ...]]:
@@ -178,7 +216,9 @@ def tiled(step: TrainingStep, plan: Plan, simulation: Simulation) -> tuple[Plan,
     mlps = [mlp for mlp in within if not any(inside(path, mlp) for path in (*kept, *regions))]
     found = in_tiles(step, plan, [simulation], mlps)
     choices = [*([found.head] if found.head else []), *(Choice((path,), tiles=found.tiles) for path in found.mlps)]
-    words = [found.words, *([mlps_in_words(step, found.mlps, found.tiles, simulation)] if found.mlps else [])]
+    words = [found.words, *found.refused]
+    if found.mlps:
+        words.append(mlps_in_words(step, found.mlps, found.tiles, simulation))
     return replace(plan, choices=(*plan.choices, *choices)), tuple(words)
 
 
@@ -195,7 +235,10 @@ _TOKENWISE = {"aten::mm", "aten::addmm", "aten::linear", "aten::_softmax", "aten
 
 def acts_on_tokens(op: Op) -> bool:
     """Returns whether an operation on [batch, tokens, width] is known to act on each token alone."""
-    if torch.Tag.pointwise in getattr(op.func, "tags", ()) or op.func.name().partition(".")[0] in _TOKENWISE:
+    name = op.func.name().partition(".")[0]
+    if name == "aten::_softmax" and op.args[1] not in (-1, len(op.args[0].shape) - 1):
+        return False
+    if torch.Tag.pointwise in getattr(op.func, "tags", ()) or name in _TOKENWISE:
         return True
     given = (*op.read, *op.results)  # a fused kernel has a row for each token in all that it reads and makes
     return op.func is KERNEL and len({meta.shape[:-1] for meta in given}) == 1
