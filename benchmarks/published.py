@@ -1,13 +1,14 @@
 """Published runs beside what is predicted for them: the command, both figures, and what the difference is made of.
 
     python benchmarks/published.py                    # all but the slow ones: some minutes of one core
-    python benchmarks/published.py torchtune 70B      # those with one of these words in their names
+    python benchmarks/published.py torchtune 70B      # those with one of these words in their names, slow ones too
 
 Each figure of ours is that of a command line of `torch-recompute plan`, which is printed with it; nothing is run on a
 device. A row has what was published, in which unit and of which bytes (of tensors that are active or allocated, or
-reserved by the allocator), and the named terms that the published run has and ours has not, each by arithmetic. What
-they leave of the difference is called unexplained. No case has code or a constant of its own; what the command line
-refuses counts as missed, and its sentence is printed.
+reserved by the allocator), and the named terms that the published run has and ours has not, each by arithmetic. Where
+reserved bytes were published, ours is the predicted peak and what the allocator reserved beside peaks on a device: the
+median of the steps of `benchmarks/on_gpu.py`. What all these leave of the difference is called unexplained. No case has
+code or a constant of its own; what the command line refuses counts as missed, and its sentence is printed.
 
 Beside a peak with recomputation is a plan for that same peak, and how much longer its step takes than without regions.
 """
@@ -15,9 +16,12 @@ Beside a peak with recomputation is a plan for that same peak, and how much long
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
+import statistics
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from _measure import arguments, finish
@@ -59,10 +63,12 @@ class Case:
 
 TUNE = "llama3.2-3b --batch 2 --sequence 4096 --no-hold-output --device a100"
 CHUNKS = f"{TUNE} --layers compiled --tiles"
+LOGITS = "logits of all chunks until backward, 8192 tokens x 128256 x 2 bytes", 2 * 8192 * 128256
 HEADS = "keys and values copied to all heads, 28 layers x 8192 tokens x 2 x 16 heads x 128 x 2 bytes"
 DEEPSEEK = "deepseek-v3 --pp 4 --vpp 4 --ep 64 --dp 64 --batch 8192 --reduce-dtype float32 --device gb200 --layers"
 TITAN = "llama3.1-8b --recompute full --device h100-96 --layers compiled"
 ALST, ALST_H200 = (f"llama3.1-8b --weights-on-host --device {device}" for device in ("h100", "h200"))
+LONGEST = "--layers fused --recompute full --tiles --offload --longest --budget 80GB"
 MEGATRON = "llama3-70b --tp 4 --sequence-parallel --pp 4 --vpp 5 --dp 2 --batch 32 --sequence 4096 --device h100"
 
 CASES = (
@@ -76,7 +82,14 @@ CASES = (
         terms=((HEADS, 2 * 16 * 256 * 8192 * 28),),
     ),
     Case("torchtune 3B, compiled", f"{TUNE} --layers compiled --recompute none", 51.0, 0.06, measures="active"),
-    Case("torchtune 3B, and the loss in chunks", f"{CHUNKS} --recompute none", 42.9, 0.06, measures="active"),
+    Case(
+        "torchtune 3B, and the loss in chunks",
+        f"{CHUNKS} --recompute none",
+        42.9,
+        0.06,
+        measures="active",
+        terms=(LOGITS,),
+    ),
     Case("torchtune 3B, and every layer recomputed", f"{CHUNKS} --recompute full", 24.9, 0.06, measures="active"),
     Case(
         "torchtune 3B, and the optimizer in backward",
@@ -84,6 +97,7 @@ CASES = (
         23.1,
         0.06,
         measures="active",
+        terms=(LOGITS,),
     ),
     Case(
         "torchtune 3B, and activations offloaded",
@@ -91,6 +105,7 @@ CASES = (
         21.8,
         0.06,
         measures="active",
+        terms=(LOGITS,),
     ),
     Case(
         "torchtune 3B, and 8 bit states",
@@ -98,6 +113,7 @@ CASES = (
         17.6,
         0.06,
         measures="active",
+        terms=(LOGITS,),
     ),
     # Megatron-Core, arXiv 2603.07685, tables 3 to 5: 256 GB200.
     Case(
@@ -151,20 +167,30 @@ CASES = (
     ),
     Case("ALST 8B, 64k tokens on an H200", f"{ALST_H200} --recompute full --sequence 65536", 137.36, 0.05, unit=GB),
     Case(
-        "ALST 8B, 1.2M tokens on an H200, with Liger's kernels, tiles and offload",
+        "ALST 8B, 1.2M tokens on an H200, fused, in tiles, offloaded",
         f"{ALST_H200} --layers fused --recompute full --tiles --offload --sequence 1200000",
         136.15,
         0.05,
         unit=GB,
     ),
     Case(
-        "ALST 8B, the longest with Liger's kernels, tiles and offload",
-        f"{ALST} --layers fused --longest --budget 80GB --tiles --offload",
+        "ALST 8B, the longest on one H100",
+        f"{ALST} {LONGEST}",
         500_000,
         0.15,
         unit=TOKENS,
         what="longest",
-        measures="tokens",
+        measures="longest",
+        slow=True,
+    ),
+    Case(
+        "ALST 8B, the longest on 8 H100",
+        f"{ALST} --cp 8 --cp-kind ulysses --zero 3 {LONGEST}",
+        3_700_000,
+        0.15,
+        unit=TOKENS,
+        what="longest",
+        measures="longest",
         slow=True,
     ),
     # Megatron-Bridge, April 2026: Llama-3 70B on 32 H100 in FP8.
@@ -204,7 +230,7 @@ def answer(command: str) -> Any:
 def figure(case: Case, found: Any) -> float:
     """What is compared of an answer, in bytes or tokens."""
     if case.what == "longest":
-        return found["most"]
+        return found["configurations"][-1]["most"]
     rows = [row if case.rank is None else row["ranks"][case.rank] for row in found["configurations"]]
     peak, made_of = rows[-1]["peak_bytes"], rows[-1]["made_of"]
     if case.what == "saved":
@@ -212,6 +238,14 @@ def figure(case: Case, found: Any) -> float:
     parts = "weights+gradients+states" if case.what == "activations" else case.what
     held = sum(made_of.get(f"{part}_bytes", 0) for part in parts.split("+"))
     return peak if case.what == "peak" else peak - held if case.what == "activations" else held
+
+
+@functools.cache
+def reserved_beside() -> tuple[float, int]:
+    """What the allocator reserved beside a peak on a device, as a share of it, in the median; and of how many steps."""
+    saved = Path(__file__).parent / "results" / "on_gpu-h100.json"
+    rows = [row for row in json.loads(saved.read_text("utf-8"))["figures"] if "reserved_bytes" in row]
+    return statistics.median(row["reserved_bytes"] / row["peak_bytes"] - 1 for row in rows), len(rows)
 
 
 def plan_beside(case: Case, peak: float) -> float | None:
@@ -235,12 +269,16 @@ def row_of(case: Case) -> dict[str, Any]:
     found = answer(case.command)
     if isinstance(found, str):
         return {**row, "refused": found, "reached": False}
-    ours = figure(case, found)
+    ours = predicted = figure(case, found)
+    if case.measures == "reserved":
+        share, steps = reserved_beside()
+        ours *= 1 + share
+        row |= {"predicted": predicted / case.unit, "reserved_beside": share, "steps_on_a_device": steps}
     terms = {name: nbytes / case.unit for name, nbytes in case.terms}
     off = ours / case.unit / case.published - 1
     row |= {"ours": ours / case.unit, "off": off, "reached": abs(off) <= case.within, "terms": terms}
     row["unexplained"] = case.published - ours / case.unit - sum(terms.values())
-    return {**row, "plan_slower": plan_beside(case, ours)}
+    return {**row, "plan_slower": plan_beside(case, predicted)}
 
 
 def show(row: dict[str, Any]) -> None:
@@ -253,6 +291,9 @@ def show(row: dict[str, Any]) -> None:
     where = "" if row["rank"] is None else f" on rank {row['rank']}"
     ours = f"ours {row['ours']:,.2f}{where}: {row['off']:+.1%}"
     print(f"  published {row['published']:,} {unit} ({row['measures']}), {ours}")
+    if "predicted" in row:
+        beside = f"{row['reserved_beside']:.1%}, the median of {row['steps_on_a_device']} steps on an H100"
+        print(f"  predicted {row['predicted']:,.2f} {unit} allocated; the allocator reserves more beside it: {beside}")
     for name, amount in row["terms"].items():
         print(f"  {amount:+.2f} {unit}: {name}")
     print(f"  unexplained: {row['unexplained']:+,.2f} {unit}; the goal is {row['within']:.0%} of what was published")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -58,20 +59,24 @@ def saves() -> str:
 def on_gpu() -> str:
     """Steps on a GPU, beside what was planned and predicted without one: a row for each model, with all its ways."""
     cases: dict[str, list[dict[str, Any]]] = {}
-    for row in _result("on_gpu-h100")["figures"]:
+    ran = [row for row in _result("on_gpu-h100")["figures"] if "peak_bytes" in row]
+    for row in ran:
         cases.setdefault(row["case"], []).append(row)
     figures = ("predicted_peak_bytes", GIB), ("peak_bytes", GIB), ("predicted_ratio", 1), ("ratio", 1)
     table: list[tuple[str, ...]] = []
     for case, rows in cases.items():
         columns = ["/".join(f"{row[name] / unit:.2f}" for row in rows) for name, unit in figures]
         table.append((f"`{case}`", "/".join(row["way"] for row in rows), *columns))
-    return _table(("`plan`", "recomputed, or budget", "GiB", "GiB there", "step x", "step x there"), table)
+    beside = sorted(row["reserved_bytes"] / row["peak_bytes"] - 1 for row in ran)
+    ends = f"{_share(beside[0])} to {_share(beside[-1])} more than these peaks, {_share(statistics.median(beside))}"
+    columns = _table(("`plan`", "recomputed, or budget", "GiB", "GiB there", "step x", "step x there"), table)
+    return f"{columns}\n\nThe allocator reserved {ends} in the median, where it had memory to spare."
 
 
 def on_gpu_in_words() -> str:
     """How far peaks on a GPU were from those that were computed without one."""
     found = _result("on_gpu-h100")
-    off = [abs(row["peak_error"]) for row in found["figures"]]
+    off = [abs(row["peak_error"]) for row in found["figures"] if "peak_error" in row]
     near = sum(error < 0.001 for error in off)
     device, most, little = found["device"].split()[1], _share(max(off)), _share(0.001)
     peaks = f"peaks are within {most} of the computed ones, {near} of them within {little}"
@@ -206,7 +211,10 @@ def published() -> str:
     """Published runs beside ours: both figures, and whether the goal is reached."""
     rows: list[tuple[str, ...]] = []
     for row in _result("published")["figures"]:
-        ours, off = ("refused", "") if "refused" in row else (f"{row['ours']:,.1f} {row['unit']}", f"{row['off']:+.1%}")
+        ours, off = "refused", ""
+        if "refused" not in row:
+            ours = f"{row['ours']:,.{0 if row['unit'] == 'tokens' else 1}f} {row['unit']}"
+            off = f"{row['off']:+.1%}"
         goal = f"{row['within']:.0%}, {'reached' if row['reached'] else '**not reached**'}"
         rows.append((row["case"], f"{row['published']:,} {row['unit']} ({row['measures']})", ours, off, goal))
     return _table(("run", "published", "here", "difference", "goal"), rows)
