@@ -60,7 +60,13 @@ def _complete_files(parser: argparse.ArgumentParser, files: Any) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors say the cause first, name what is close to a wrong word, and end with the usage."""
+    """A parser whose errors say the cause first, name what is close to a wrong word, and end with the usage.
+
+    Attributes:
+        any_of: Names of options of which a command line has at least one.
+    """
+
+    any_of: Sequence[str] = ()
 
     def error(self, message: str) -> NoReturn:
         """Ends the process with exit code 2."""
@@ -79,6 +85,8 @@ class Parser(argparse.ArgumentParser):
         found, others = super().parse_known_args(words, namespace)
         if others:
             self.error(f"{self.prog} does not expect {' '.join(others)}")
+        if self.any_of and not any(getattr(found, name) for name in self.any_of):
+            self.error(f"one of the arguments --{' --'.join(self.any_of)} is required")
         return found, others
 
     def _knows(self, option: str) -> bool:
@@ -119,6 +127,7 @@ TYPES: Mapping[str, Any] = {"int": int, "float": float, "Path": Path, "lower": s
 
 def fill(parser: argparse.ArgumentParser, described: Mapping[str, Any]) -> None:
     """Gives a parser the arguments and the commands of its description in `options.json`."""
+    vars(parser)["any_of"] = described["any_of"]
     groups: list[Any] = [parser.add_argument_group(*texts) for texts in described["groups"]]
     for needed, group in described["one_of"]:
         groups.append((parser if group is None else groups[group]).add_mutually_exclusive_group(required=needed))

@@ -44,10 +44,10 @@ if TYPE_CHECKING:
     from .plan.ranks import Ranks
     from .plan.stages import StagePlan, StagePlans, Stages
     from .plan.units import register
-    from .planner.configurations import ConfiguredStep, ConfiguredSteps, peaks
+    from .planner.configurations import ConfiguredStep, ConfiguredSteps
     from .planner.profile import Profile
     from .planner.solve import solve
-    from .planning import auto, make_plan, profile
+    from .planning import auto, make_plan, peaks, profile
     from .simulation import Simulation, simulate
     from .stores.disk import OnDisk
     from .stores.host import OnHost
@@ -65,12 +65,12 @@ else:  # imported when they are first asked for
         "plan.config": ("RecomputeConfig",),
         "plan.plan": ("Prediction",),
         "plan.ranks": ("Ranks",),
-        "planner.configurations": ("ConfiguredStep", "ConfiguredSteps", "peaks"),
+        "planner.configurations": ("ConfiguredStep", "ConfiguredSteps"),
         "planner.profile": ("Profile",),
         "planner.solve": ("solve",),
         "plan.stages": ("StagePlan", "StagePlans", "Stages"),
         "plan.units": ("register",),
-        "planning": ("auto", "make_plan", "profile"),
+        "planning": ("auto", "make_plan", "peaks", "profile"),
         "simulation": ("Simulation", "simulate"),
         "stores.disk": ("OnDisk",),
         "stores.host": ("OnHost",),

@@ -1,4 +1,4 @@
-"""`make_plan`, `profile` and `auto`: each reads its arguments into a `TrainingStep` and asks one function.
+"""`make_plan`, `profile`, `peaks` and `auto`: each reads its arguments into a `TrainingStep` and asks one function.
 
 There are four kinds of plans, each a function of a step: one size of calls (`Planner.plan`), several sizes
 (`planner/sizes.py`), the stages of a pipeline (`planner/pipeline.py`), and a step that `torch.compile` compiles
@@ -33,6 +33,7 @@ from .plan.libraries import all_layers
 from .plan.plan import Plan
 from .plan.ranks import Ranks
 from .plan.sizes import parameters
+from .planner.configurations import Configurations, ConfiguredSteps, configurations, peaks_of
 from .planner.hosts import NO_LEAVE, HostBandwidth, Leave
 from .planner.known import PlanFile, forget, made_for
 from .planner.planner import Planner
@@ -396,6 +397,72 @@ if TYPE_CHECKING:
         ranks: Ranks
 
 
+def peaks(
+    model: nn.Module,
+    args: Batch = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    recompute: Configurations = "none,full",
+    loss: Loss = None,
+    optimizer: MakeOptimizer = None,
+    device: torch.device | str | Roofline | None = None,
+    hold_output: bool = True,
+    accumulate: int = 1,
+    set_to_none: bool = True,
+    offload: bool = False,
+    host_bandwidth: HostBandwidth = None,
+    tiles: bool = False,
+    budget: int | str | None = None,
+    longest: bool | str = False,
+) -> ConfiguredSteps:
+    """Returns the peak of a training step under configurations that are stated, and what it is made of.
+
+        found = peaks(model, batch, recompute="none,full", optimizer="adamw-fused", device="h100")
+        print(found)
+        found.named("full").peak_bytes, found.named("full").made_of, found.named("full").step_seconds
+        peaks(model, batch, recompute="full", budget="80GB", longest=True, device="h100").named("full").most
+
+    No plan is searched for: the step is simulated once for each, see `simulate`, which also says what a peak counts.
+
+    Args:
+        model: The model; on the meta device if it is too large for this machine.
+        args: A batch, see `make_plan`.
+        kwargs: More keyword arguments of the call.
+        recompute: The configurations: one text, in which commas separate them, but labels with only commas between
+            are one; or a sequence of texts, plans, `RecomputeConfig`s and mappings of its fields. Words are "none",
+            "full" (each layer), "full:2" (two layers as one region), "block:3" (the first three), "selective"
+            (Megatron's: the label `core_attn`), labels, paths of modules, and files of plans or settings.
+        loss: From the model's output to a scalar; see `simulate`, as what follows.
+        optimizer: As in `simulate`.
+        device: Where the step is to run, and what the seconds are of.
+        hold_output: Whether the loop holds the model's output through backward.
+        accumulate: How many forwards and backwards come before the optimizer's step.
+        set_to_none: Whether gradients are gone when forward begins.
+        offload: Whether the inputs of all regions are kept in host memory.
+        host_bandwidth: Bytes per second of copies into the device and out of it, see `make_plan`.
+        tiles: Whether the head with its loss, and the MLPs of layers that are recomputed, are computed in tiles of
+            tokens: as many as make what is wide in them small beside the rest, see `make_plan`.
+        budget: With `longest`: bytes, as a number or text as "80GB", or "fit".
+        longest: Whether each configuration is that of the longest sequence that the budget holds, as the call is made
+            longer or shorter; or "batch", of the largest batch. Its `most` is that length, or number of items.
+
+    Raises:
+        ArgumentError: A configuration is none, or matches nothing in the model; or see `simulate`.
+        BudgetError: Not one token, or not one item, fits into the budget.
+    """
+    loop = Loop(hold_output, accumulate, set_to_none)
+    step = TrainingStep.of("peaks", model, args, kwargs, loss, optimizer, device, loop)
+    plans, leave = configurations("recompute", recompute, step), Leave.of(offload, host_bandwidth, tiles)
+    if (budget is None) == bool(longest):
+        raise errors.ArgumentError(errors.goes_with(*(("longest=", "budget=") if longest else ("budget=", "longest="))))
+    with at_work(f"simulating {type(model).__name__}"):
+        if not longest:
+            return peaks_of(step, plans, leave)
+        from .planner.longest import LongestStated
+
+        return ConfiguredSteps(LongestStated(step, leave, budget, _in_batches("peaks", longest)).find(plans))
+
+
 _Budget = int | float | str
 
 
@@ -553,7 +620,7 @@ def _plan_one_device(
     if longest:
         from .planner.longest import Longest
 
-        return Longest(step, budget, leave, batch=_in_batches(longest, sizes)).plan()
+        return Longest(step, budget, leave, batch=_in_batches("make_plan", longest, sizes)).plan()
     if sizes:
         return plan_sizes(step, sizes, budget, leave)
     return _plan_or_tell(Planner(step, leave=leave), budget)
@@ -569,11 +636,11 @@ def _plan_or_tell(planner: Planner, budget: object) -> Plan:
         raise told(planner, error) from None
 
 
-def _in_batches(longest: object, sizes: object) -> bool:
+def _in_batches(function: str, longest: object, sizes: object = ()) -> bool:
     """Whether the largest batch is looked for, and not the longest sequence."""
     if longest not in (True, "batch") or sizes:
         raise errors.ArgumentError(
-            f"make_plan(longest=...) is {errors.say(longest)}{' with sizes' if sizes else ''}; it looks for the most "
+            f"{function}(longest=...) is {errors.say(longest)}{' with sizes' if sizes else ''}; it looks for the most "
             "that a budget holds, and finds the sizes itself.\n"
             '  Write longest=True for the longest sequence, longest="batch" for the largest batch, and no sizes.'
         )

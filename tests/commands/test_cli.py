@@ -70,7 +70,7 @@ def described(parser: argparse.ArgumentParser, about: str = "") -> dict[str, Any
                 kept = {key: kept[key] for key in ("help", "group") if key in kept}
             arguments.append({"flags": [*action.option_strings] or [action.dest], "action": call, **kept})
     exclusive = parser._mutually_exclusive_groups
-    found: dict[str, Any] = {"about": about}
+    found: dict[str, Any] = {"about": about, "any_of": [*getattr(parser, "any_of", ())]}
     found["groups"] = [[group.title, group.description] for group in groups if group not in exclusive]
     found["one_of"] = [
         [group.required, groups.index(group._container) if group._container in groups else None] for group in exclusive

@@ -18,7 +18,7 @@ from torch_recompute.commands import cli, output
 from torch_recompute.commands.models import PRESETS, batch_for, load
 from torch_recompute.planner.configurations import PEAK_WORDS
 from torch_recompute.planner.layout import LayoutPlanner
-from torch_recompute.planner.longest import Longest, LongestOnRanks
+from torch_recompute.planner.longest import Longest, LongestOnRanks, LongestStated
 
 
 def block() -> nn.Module:
@@ -293,6 +293,19 @@ def test_the_longest_sequence(llama: str, tmp_path: Path, capsys: pytest.Capture
     assert any("more than the 512 positions" in note for note in found["notes"]) == (found["most"] > 512)
 
 
+def test_the_longest_of_ranks_that_share_a_sequence(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The most is of whole sequences, of which each rank holds its part; so are the lengths with seconds."""
+    argv = [llama, "--cp", "2", "--zero", "3", "--budget", "800KiB", "--device", "cpu", "--sequence", "64"]
+    found = document(capsys, *argv, "--longest")
+    sizes = [Plan.from_json(json.dumps(found["plan"])).sizes[-1].shape, tuple(found["points"][-1]["shape"])]
+    assert sizes == [(1, found["most"] // 2), (1, found["most"])]
+    (stated,) = document(capsys, *argv, "--longest", "--recompute", "full")["configurations"]
+    assert stated["most"] == pytest.approx(found["most"], rel=0.1)
+    argv = [*argv[:5], *argv[7:-1], str(stated["most"]), "--recompute", "full"]
+    (one,) = document(capsys, *argv)["configurations"]
+    assert one["peak_bytes"] == stated["peak_bytes"] <= 800 * 2**10
+
+
 def test_the_largest_batch(capsys: pytest.CaptureFixture[str]) -> None:
     """The largest batch is found for a function of the user, too, and printed with a row for each size."""
     argv = ["this_test:pair", "--largest-batch", "--budget", "100KiB", "--device", "h100", "--optimizer", "none"]
@@ -329,9 +342,12 @@ def test_an_interrupted_search_says_what_fits(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Longest, "plan", plan)
+    monkeypatch.setattr(LongestStated, "find", lambda self, plans: plan(self))
     argv = ["plan", "this_test:pair", "--largest-batch", "--budget", "1MiB", "--device", "h100"]
     assert cli.main(argv) == output.INTERRUPTED
     assert "interrupted: 1,500 items in a batch fit, with a peak of 3.00 MiB" in capsys.readouterr().out
+    assert cli.main([*argv, "--recompute", "full"]) == output.INTERRUPTED
+    assert "1,500 items in a batch fit, with a peak of 3.00 MiB under full" in capsys.readouterr().out
     assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -342,6 +358,19 @@ def test_a_function_of_the_user(capsys: pytest.CaptureFixture[str]) -> None:
     assert by_place["plan"] == by_name["plan"]
     assert (by_place["inputs"], by_name["inputs"]) == ({"input": [256, 8]}, {"input": [256, 8]})
     assert by_place["dtypes"] == ["float32"]
+
+
+def test_the_most_of_configurations_on_ranks(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """On ranks of a pipeline, the most under a configuration is what the rank that needs the most holds."""
+    argv = [llama, "--pp", "3", "--sequence", "32", "--device", "h100", "--recompute", "full"]
+    budget = 2 * document(capsys, *argv)["configurations"][0]["peak_bytes"]
+    (full,) = document(capsys, *argv, "--budget", f"{budget}B", "--longest")["configurations"]
+    argv[4] = str(full["most"])
+    (again,) = document(capsys, *argv)["configurations"]
+    assert full["most"] > 32
+    assert again["peak_bytes"] == full["peak_bytes"] <= budget
+    assert cli.main(["plan", *argv, "--budget", f"{full['peak_bytes']}B", "--largest-batch"]) == cli.OK
+    assert "full     1     0" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("asked", [["--recompute", "none,full"], ["--frontier"], ["--largest-batch"]], ids="".join)
@@ -476,6 +505,12 @@ def test_a_budget_below_the_weights(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         ),
         (["this_test:pair", "--recompute", "full", "--out", "a.json"], "--out goes with --budget"),
         (["this_test:pair", "--frontier", "--longest"], "--longest goes with --budget"),
+        (["this_test:pair", "--frontier", "--recompute", "full"], "--recompute does not go with --frontier"),
+        (["this_test:pair", "--budget", "1GiB", "--recompute", "full"], "so no plan is made for --budget"),
+        (
+            ["this_test:pair", "--budget", "1GiB", "--recompute", "full", "--largest-batch", "--out", "a.json"],
+            "--out does not go with --recompute",
+        ),
         (["this_test:pair", "--recompute", "full", "--largest-batch"], "--largest-batch goes with --budget"),
         (["this_test:pair", "--longest", "--budget", "0.5"], "is a share of the activation memory"),
         (["vit-h", "--longest", "--budget", "1GiB"], "--longest is a number of tokens, and vit-h takes pixel_values"),

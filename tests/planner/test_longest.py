@@ -10,9 +10,10 @@ from torch import nn
 
 from support.headed import WIDTH, model
 from support.zoo import mean_loss
-from torch_recompute import ArgumentError, BudgetError, Plan, apply, make_plan, simulate
-from torch_recompute.planner.longest import FINE, UNIT, Longest
+from torch_recompute import ArgumentError, BudgetError, Plan, apply, make_plan, peaks, simulate
+from torch_recompute.planner.longest import FINE, UNIT, Longest, Search
 from torch_recompute.planner.planner import Planner
+from torch_recompute.planner.sizes import Lengths
 from torch_recompute.training_step import TrainingStep
 
 
@@ -64,6 +65,68 @@ def test_no_more_than_the_model_takes() -> None:
     assert search.best == 100
 
 
+@pytest.mark.parametrize("along", [True, "batch"])
+def test_the_most_under_configurations(along: bool | str) -> None:
+    """Each configuration is at the most that the budget holds: its peak is that of `simulate`, and more exceeds it."""
+    budget = 2**22
+    found = peaks(model(2), sequence(), recompute="none,full", budget=budget, longest=along, **STEP)
+    none, full = found.named("none"), found.named("full")
+    assert 2 < none.most < full.most
+    for one in (none, full):
+        more = one.most + max(UNIT if along is True else 0, one.most // FINE, 1)
+        ends = (one.most, more)
+        calls = [torch.ones(size, 32, WIDTH) if along == "batch" else sequence(size) for size in ends]
+        fits, exceeds = (simulate(model(2), call, plan=one.plan, **STEP).peak_bytes for call in calls)
+        assert one.peak_bytes == fits <= budget < exceeds
+        assert one.as_data()["most"] == one.most
+    title, *rows = str(found).splitlines()[1:4]
+    assert [row.split()[1] for row in rows] == [f"{one.most:,}" for one in found]
+    assert title.split()[0] == "most"
+    assert "most" not in str(peaks(model(2), sequence(), recompute="none", **STEP)).splitlines()[1]
+
+
+def test_the_most_of_a_configuration_in_tiles() -> None:
+    """Where tiles and host memory are allowed, the most is that of the configuration with them."""
+    words: dict[str, Any] = {"recompute": "full", "budget": 300 * 2**10, "longest": True, **STEP}
+    plain, tiled, hosted = (
+        peaks(model(2), sequence(), **words, **more)[0] for more in ({}, {"tiles": True}, {"offload": True})
+    )
+    assert plain.most < tiled.most
+    assert tiled.tiled
+    assert plain.most <= hosted.most  # the loss is most of the peak
+    assert hosted.host_bytes > plain.host_bytes == 0
+
+
+def test_a_search_goes_far_where_the_peak_hardly_rises() -> None:
+    """A long sequence is found from a short one in few steps: the next is where a line meets the budget."""
+    search = Search(10**9)
+    seen: list[int] = []
+
+    def peak_of(length: int) -> tuple[int, str]:
+        seen.append(length)
+        return 10**6 + 100 * length, ""
+
+    search.search(peak_of, 10**9, 64)
+    assert len(seen) <= 10
+    assert 0.99 * 9_990_000 < search.best <= 9_990_000
+
+
+def test_positions_go_on_in_a_longer_call() -> None:
+    """Numbers beside the tokens that count places go on counting in a longer call; all else is repeated."""
+    ids, places, mask = torch.tensor([[5, 6, 7]]), torch.arange(4, 7)[None], torch.ones(1, 3, dtype=torch.bool)
+    lengths = Lengths(
+        ["ids"], (ids,), {"places": places, "mask": mask, "column": torch.arange(3)[:, None].expand(3, 2)}
+    )
+    (longer,), others = lengths(7)
+    assert longer.tolist() == [[5, 6, 7, 5, 6, 7, 5]]
+    assert others["places"].tolist() == [[*range(4, 11)]]
+    assert others["mask"].all()
+    assert others["column"].tolist() == [[place, place] for place in range(7)]
+    tokens, labels = Lengths(["ids"], (ids, ids), {})(7)[0]
+    assert tokens is labels
+    assert lengths(2)[1]["places"].tolist() == [[4, 5]]
+
+
 def test_what_is_found_before_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search has at any time the most that is known to fit, with its simulated peak."""
     search = Longest(TrainingStep.of("", model(2), sequence(), None, **STEP), "16MiB")
@@ -102,6 +165,16 @@ def test_what_cannot_be_asked() -> None:
     """A share, other sizes, and a budget that not one token fits into are refused in words."""
     with pytest.raises(ArgumentError, match="is a share of the activation memory"):
         make_plan(model(2), sequence(), budget=0.5, longest=True, **STEP)
+    with pytest.raises(ArgumentError, match="is a share of the activation memory"):
+        peaks(model(2), sequence(), budget="50%", longest=True, **STEP)
+    with pytest.raises(ArgumentError, match="budget= goes with longest="):
+        peaks(model(2), sequence(), budget="1MiB", **STEP)
+    with pytest.raises(ArgumentError, match="longest= goes with budget="):
+        peaks(model(2), sequence(), longest=True, **STEP)
+    with pytest.raises(ArgumentError, match=r"peaks\(longest=...\) is str: 'tokens'"):
+        peaks(model(2), sequence(), budget="1MiB", longest="tokens", **STEP)
+    with pytest.raises(BudgetError, match=r"too small for a sequence of one token, .* with full"):
+        peaks(model(2), sequence(), recompute="full", budget="100KiB", longest=True, **STEP)
     with pytest.raises(ArgumentError, match="with sizes; it looks for the most"):
         make_plan(model(2), sequence(), budget="1MiB", longest=True, sizes=[1, 2], **STEP)
     with pytest.raises(ArgumentError, match='longest=True for the longest sequence, longest="batch"'):

@@ -1373,7 +1373,12 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: make_plan(
         Block(8, False), torch.ones(2, 3, 8), budget="8B", longest="batch", loss=torch.mean, device="h100"
     ),
-    lambda: plan_command._search_of(
+    lambda: plan_command._check_asked(
+        types.SimpleNamespace(  # type: ignore[arg-type]
+            recompute=["full"], frontier=False, out=None, budget="1GiB", longest=False, largest_batch=False
+        )
+    ),
+    lambda: plan_command._most_asked(
         types.SimpleNamespace(longest=True, model="vit-h"),  # type: ignore[arg-type]
         models.AskedStep(nn_linear(), kwargs={"pixel_values": vector()}, built_here=True),
     ),

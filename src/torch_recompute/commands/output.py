@@ -25,7 +25,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from torch_recompute_cli import COMMANDS
+from torch_recompute_cli import COMMANDS, Parser
 
 from .. import errors
 from .._text import at_work
@@ -51,10 +51,10 @@ MIB, GIB = 2**20, 2**30
 PICTURES = (".png", ".svg", ".pdf")
 
 
-def new_command(commands: Any, name: str, about: str = "") -> argparse.ArgumentParser:
+def new_command(commands: Any, name: str, about: str = "") -> Parser:
     """Returns the parser of a new command; `about` describes a command of a command."""
     about = about or COMMANDS[name]
-    return cast("argparse.ArgumentParser", commands.add_parser(name, help=about, description=about))
+    return cast("Parser", commands.add_parser(name, help=about, description=about))
 
 
 def add_options(

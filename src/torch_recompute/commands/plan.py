@@ -31,8 +31,9 @@ from ..memory.budget import enough, read_budget, too_small
 from ..plan.plan import Plan, SizeClass, shape_in_words
 from ..plan.ranks import KINDS_OF_CP, Ranks
 from ..planner.alternatives import LEAN_OPTIMIZERS, Alternative, alternatives, held_by, in_words, on_more_ranks
-from ..planner.configurations import PEAK_WORDS, configurations, peaks_of, stated
+from ..planner.configurations import PEAK_WORDS, ConfiguredStep, ConfiguredSteps, configurations, peaks_of, stated
 from ..planner.layout import (
+    ConfiguredLayout,
     Layout,
     LayoutPlanner,
     LayoutRanks,
@@ -42,7 +43,7 @@ from ..planner.layout import (
     plan_of_shard,
     step_seconds,
 )
-from ..planner.longest import Longest, LongestOnRanks, Search
+from ..planner.longest import Longest, LongestOnRanks, LongestStated, LongestStatedOnRanks, Search
 from ..planner.planner import Planner
 from ..planner.profile import Profile
 from ..planner.sent import Sent, unknown_network
@@ -56,6 +57,7 @@ from .output import OK, Output
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from torch import nn
 
 Ranked = TypeVar("Ranked", bound=LayoutRanks)
 
@@ -82,14 +84,15 @@ def add_command(commands: Any) -> None:
     """Adds `torch-recompute plan` to the command line."""
     parser = out.new_command(commands, "plan")
     models.add_model_options(parser, weights="without weights")
-    asked = parser.add_mutually_exclusive_group(required=True)
+    asked = parser.add_mutually_exclusive_group()
     asked.add_argument(
         "--budget",
         metavar="BYTES",
         help='the most bytes alive in the step, as 24GiB; or a share of the activation memory, as 0.4 or "40%%"',
     )
     asked.add_argument("--frontier", action="store_true", help="what ten budgets cost, instead of a plan for one")
-    asked.add_argument(
+    parser.any_of = "budget", "frontier", "recompute"
+    parser.add_argument(
         "--recompute",
         action="append",
         metavar="WORDS",
@@ -98,8 +101,12 @@ def add_command(commands: Any) -> None:
         "file of a plan or of settings; several as none,full, or by saying it again",
     )
     most = parser.add_mutually_exclusive_group()
-    most.add_argument("--longest", action="store_true", help="the longest sequence that the budget holds, and its plan")
-    most.add_argument("--largest-batch", action="store_true", help="the largest batch that the budget holds")
+    most.add_argument(
+        "--longest",
+        action="store_true",
+        help="the longest sequence that the budget holds, and its plan; with --recompute that of each configuration",
+    )
+    most.add_argument("--largest-batch", action="store_true", help="the largest batch that the budget holds, likewise")
     models.add_step_options(parser)
     parser.add_argument("--layers", metavar="HOW", help=models.LAYER_WORDS)
     models.add_state_options(parser)
@@ -143,6 +150,7 @@ def command(args: argparse.Namespace) -> int:
     for option, other in pairs:
         if getattr(args, option) not in (None, False) and not getattr(args, other):
             raise errors.ArgumentError(errors.goes_with(f"--{option.replace('_', '-')}", f"--{other}"))
+    _check_asked(args)
     if args.out is not None:
         out.check_folder("--out", args.out)
     if args.budget is not None:
@@ -176,6 +184,21 @@ def command(args: argparse.Namespace) -> int:
         lambda console: _print_step(console, args, planner, plans, flat),
     )
     return OK
+
+
+def _check_asked(args: argparse.Namespace) -> None:
+    """Refuses a command line that asks for a plan and for configurations at once."""
+    if args.recompute is None:
+        return
+    if args.frontier:
+        raise errors.ArgumentError(goes_without("--recompute", "--frontier", "it states what is recomputed"))
+    if args.out is not None:
+        raise errors.ArgumentError(goes_without("--out", "--recompute", "there is no plan to write"))
+    if args.budget is not None and not (args.longest or args.largest_batch):
+        raise errors.ArgumentError(
+            "--recompute states what is recomputed, so no plan is made for --budget. Leave one of them out, or add "
+            "--longest or --largest-batch for the most that the budget holds."
+        )
 
 
 def _check_states(step: AskedStep, budget: str) -> None:
@@ -361,23 +384,31 @@ def _draw(path: Path, profile: Profile, plans: Sequence[Plan], title: str) -> No
 
 
 def _show_peaks(args: argparse.Namespace, output: Output) -> int:
-    """Shows the peak of the configurations of `--recompute`."""
+    """Shows the peak of the configurations of `--recompute`, or of each the most that a budget holds."""
     with output.at_work(f"building {args.model}"):
         step = AskedStep.asked(args)
     plans = configurations("--recompute", args.recompute, step)
     models.check_regions(step.layers, plans)
-    with models.autocasting(step.model, args.autocast), output.at_work(f"simulating {step}"):
-        found = peaks_of(step, plans, step.leave, dashes="--")
+    search = LongestStated(step, step.leave, *_most_asked(args, step), dashes="--") if args.budget else None
+    found: Sequence[ConfiguredStep] = ()
+    with models.autocasting(step.model, args.autocast), _interruptible(search), output.at_work(f"simulating {step}"):
+        found = peaks_of(step, plans, step.leave, "--") if search is None else search.find(plans)
+    found = ConfiguredSteps(search.steps if search else found)
+    notes = _notes_on_most(args, step, *(one.most for one in found))
 
     def print_found(console: Console) -> None:
-        _print_head(console, str(step), step.notes)
-        console.print(str(found), markup=False)
+        _print_head(console, str(step), notes)
+        if found:
+            console.print(str(found), markup=False)
         if args.explain:
             console.print(explained(PEAK_WORDS), style="dim", markup=False)
+        if search is not None and len(found) < len(plans):
+            console.print(_interrupted(search, [*plans][len(found)]))
 
-    data = {**step.as_data(), "device": found[0].device, "configurations": [one.as_data() for one in found]}
+    data = {**step.as_data(), "notes": notes, **({"device": found[0].device} if found else {})}
+    data["configurations"] = [one.as_data() for one in found]
     output.give(lambda: out.document("plan", SCHEMA_VERSION, data), print_found)
-    return OK
+    return OK if len(found) == len(plans) else out.INTERRUPTED
 
 
 # --- the most that a budget holds -------------------------------------------------------------------------------------
@@ -387,25 +418,22 @@ def _find_longest(args: argparse.Namespace, output: Output) -> int:
     """Finds the longest sequence or the largest batch; where it is interrupted, the most that is known to fit."""
     with output.at_work(f"building {args.model}"):
         step = AskedStep.asked(args)
-    search, plan = _search_of(args, step), None
-    try:
-        with (
-            _interrupting(search),
-            models.autocasting(step.model, args.autocast),
-            output.at_work(f"looking for the most of {step}"),
-        ):
-            plan = search.plan()
-    except KeyboardInterrupt:
-        if not search.best:
-            raise
-    said = models.beyond(step.model, args.model, search.best) if args.longest and step.built_here else ""
-    notes = [*step.notes, *([said] if said and said not in step.notes else [])]
+    budget, batch, most = _most_asked(args, step)
+    search = Longest(step, budget, step.leave, batch, most)
+    plan = None
+    with (
+        models.autocasting(step.model, args.autocast),
+        _interruptible(search),
+        output.at_work(f"looking for the most of {step}"),
+    ):
+        plan = search.plan()
+    notes = _notes_on_most(args, step, search.found)
     if plan is not None and args.out is not None:
         out.write_plan(args.out, plan, models.words_of(args))
     found = {
         "found": "batch" if args.largest_batch else "sequence",
-        "most": search.best,
-        "points": [] if plan is None else [_point(size) for size in plan.sizes],
+        "most": search.found,
+        "points": [] if plan is None else [_point(size, search.shared) for size in plan.sizes],
         "plan": None if plan is None else json.loads(plan.to_json()),
     }
 
@@ -418,8 +446,14 @@ def _find_longest(args: argparse.Namespace, output: Output) -> int:
 
 
 @contextmanager
-def _interrupting(search: Search) -> Generator[None]:
-    """Tells a search of an interruption, which Python may drop where it comes."""
+def _interruptible(search: Search | None) -> Generator[None]:
+    """Ends a search where it is interrupted, once something is known to fit.
+
+    The search is told of the interruption, which Python may drop where it comes.
+    """
+    if search is None:
+        yield
+        return
 
     def interrupted(*_: object) -> None:
         search.interrupted = True
@@ -428,44 +462,61 @@ def _interrupting(search: Search) -> Generator[None]:
     before = signal.signal(signal.SIGINT, interrupted)
     try:
         yield
+    except KeyboardInterrupt:
+        if not search.best:
+            raise
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-def _search_of(args: argparse.Namespace, step: AskedStep) -> Longest:
-    """Returns the search that a command line asks for; refuses that of tokens where there are none."""
+def _interrupted(search: Search, name: str = "") -> str:
+    peak = f"with a peak of {errors.size(search.best_peak_bytes)}{name and f' under {name}'}"
+    return f"interrupted: {search.found:,} {search.what} fit, {peak}; whether more do is not known"
+
+
+def _most_asked(args: argparse.Namespace, step: AskedStep) -> tuple[str, bool, int | None]:
+    """Returns what a search is asked: the budget, whether for a batch, and the most that the model takes."""
     if args.longest and step.built_here and "input_ids" not in step.kwargs:
         raise errors.ArgumentError(
             f"--longest is a number of tokens, and {args.model} takes {next(iter(step.kwargs))}. Write --largest-batch."
         )
     most = models.most_tokens(step.model) if args.longest and step.built_here else None
-    return Longest(step, args.budget, step.leave, args.largest_batch, most)
+    return args.budget, args.largest_batch, most
+
+
+def _notes_on_most(args: argparse.Namespace, step: AskedStep, *found: int) -> list[str]:
+    """Returns the notes on a step, and on sequences that were found."""
+    return [*dict.fromkeys((*step.notes, *(_beyond(args, step.model, *found) if step.built_here else ())))]
+
+
+def _beyond(args: argparse.Namespace, model: nn.Module, *found: int) -> list[str]:
+    """Returns what is to be said of sequences that were found, where they exceed a model's positions."""
+    said = models.beyond(model, args.model, max(found)) if args.longest and found else ""
+    return [said] if said else []
 
 
 def _print_most(console: Console, search: Longest, plan: Plan | None) -> None:
-    what = "items in a batch" if search.batch else "tokens in a sequence"
     if plan is None:
-        console.print(
-            f"interrupted: {search.best:,} {what} fit, with a peak of {errors.size(search.best_peak_bytes)}; whether "
-            "more do is not known"
-        )
+        console.print(_interrupted(search))
         return
+    what = search.what + (f", {search.best:,} on each of {search.shared} ranks" if search.shared > 1 else "")
     promise = plan.sizes[-1].prediction
     assert promise is not None
     peak = errors.size(promise.peak_bytes)
-    console.print(f"at most {search.best:,} {what}: peak {peak} within {promise.budget} on {promise.device}")
-    _print_points(console, plan.sizes, promise.peak_bytes)
+    console.print(f"at most {search.found:,} {what}: peak {peak} within {promise.budget} on {promise.device}")
+    _print_points(console, [_point(size, search.shared) for size in plan.sizes], promise.peak_bytes)
     console.print(f"the largest: {promise.summary(plan.sizes[-1].choices)}")
     console.print(str(promise), markup=False)
 
 
-def _point(size: SizeClass) -> dict[str, Any]:
-    """Returns the figures of one length."""
+def _point(size: SizeClass, shared: int) -> dict[str, Any]:
+    """Returns the figures of one length, of a sequence that so many ranks share."""
     promise = size.prediction
     assert promise is not None
-    tokens = math.prod(size.shape[:2]) if len(size.shape) < 4 else size.shape[0]
+    shape = [size.shape[0], size.shape[1] * shared, *size.shape[2:]] if shared > 1 else list(size.shape)
+    tokens = math.prod(shape[:2]) if len(shape) < 4 else shape[0]
     return {
-        "shape": list(size.shape),
+        "shape": shape,
         "peak_bytes": promise.peak_bytes,
         "step_seconds": promise.step_seconds,
         "plain_step_seconds": promise.plain_step_seconds,
@@ -474,11 +525,11 @@ def _point(size: SizeClass) -> dict[str, Any]:
     }
 
 
-def _print_points(console: Console, sizes: Sequence[SizeClass], peak: int) -> None:
+def _print_points(console: Console, points: Sequence[dict[str, Any]], peak: int) -> None:
     unit, name = errors.unit_of(peak)
-    of, dims = ("pictures", 1) if len(sizes[-1].shape) == 4 else ("tokens", 2)
+    of, dims = ("pictures", 1) if len(points[-1]["shape"]) == 4 else ("tokens", 2)
     rows = out.new_table("size", f"peak {name}", "step ms", "slower", f"{of}/s", "regions")
-    for point in map(_point, sizes):
+    for point in points:
         rows.add_row(
             shape_in_words(point["shape"][:dims]),
             f"{point['peak_bytes'] / unit:,.2f}",
@@ -614,6 +665,18 @@ class _OnRanks:
         words = args.optimizer, device, self.kept, models.leave_of(args)
         return kind(self.model, args.model, layout, tokens or self.tokens, *words)
 
+    @property
+    def start(self) -> int:
+        """The length, or the size of a microbatch, that a search begins with."""
+        return self.layout.mbs if self.args.largest_batch else self.tokens
+
+    def most_asked(self) -> tuple[Callable[[Any, int], Any], str, bool, int | None]:
+        """Returns what a search is asked: how ranks are made, the budget, whether for a batch, and the model's most."""
+        args = self.args
+        most = models.most_tokens(self.model) if args.longest else None
+        size = "mbs" if args.largest_batch else "tokens"
+        return lambda kind, length: self.ranks(kind, **{size: length}), args.budget, args.largest_batch, most
+
     def give(self, found: dict[str, Any], show: Callable[[Console], None], *more: str) -> int:
         """Prints what was found, below what the step is and `more` notes, or as a JSON document beside it."""
         args, parameters = self.args, sum(map(elements, self.model.parameters()))
@@ -693,22 +756,32 @@ def _ranks_as_data(layout: Layout, plans: Sequence[RankPlan]) -> dict[str, Any]:
 
 def _show_rank_peaks(asked: _OnRanks) -> int:
     """Shows the peaks of the configurations of `--recompute` on the rank that needs the most."""
-    ranks = asked.ranks(LayoutRanks)
-    plans = configurations("--recompute", asked.args.recompute, ranks.step)
+    ranks, args = asked.ranks(LayoutRanks), asked.args
+    plans = configurations("--recompute", args.recompute, ranks.step)
     models.check_regions(asked.layers, plans)
-    plans = stated(plans, models.leave_of(asked.args), "--")
-    with asked.output.at_work(f"simulating {asked.args.model} on {asked.layout}"):
-        found = [ranks.configured(name, plan) for name, plan in plans.items()]
+    plans = stated(plans, models.leave_of(args), "--")
+    search = LongestStatedOnRanks(*asked.most_asked()) if args.budget else None
+    found: Sequence[ConfiguredLayout] = ()
+    with _interruptible(search), asked.output.at_work(f"simulating {args.model} on {asked.layout}"):
+        if search is None:
+            found = [ranks.configured(name, plan) for name, plan in plans.items()]
+        else:
+            search.find(plans, asked.start)
+    found = search.steps if search else found
 
     def show(console: Console) -> None:
-        for line in configured(found):
+        for line in configured(found) if found else ():
             console.print(line, markup=False)
         for one in found[:1]:
             _print_sent(console, one.fullest.sent)
-        if asked.args.explain:
+        if args.explain:
             console.print(explained(PEAK_WORDS), style="dim", markup=False)
+        if search is not None and len(found) < len(plans):
+            console.print(_interrupted(search, [*plans][len(found)]))
 
-    return asked.give({"configurations": [one.as_data() for one in found]}, show)
+    said = _beyond(args, asked.model, *(one.most for one in found))
+    asked.give({"configurations": [one.as_data() for one in found]}, show, *said)
+    return OK if len(found) == len(plans) else out.INTERRUPTED
 
 
 def _show_rank_curve(asked: _OnRanks, planner: LayoutPlanner) -> int:
@@ -737,28 +810,19 @@ def _show_rank_curve(asked: _OnRanks, planner: LayoutPlanner) -> int:
 
 def _find_longest_on_ranks(asked: _OnRanks) -> int:
     """Finds the longest sequence, or the largest microbatch, that every rank's budget holds."""
-    args, layout = asked.args, asked.layout
-    batch = bool(args.largest_batch)
-    most = models.most_tokens(asked.model) if args.longest else None
-    size = "mbs" if batch else "tokens"
-    search = LongestOnRanks(lambda kind, length: asked.ranks(kind, **{size: length}), args.budget, batch, most)
+    args, layout, search = asked.args, asked.layout, LongestOnRanks(*asked.most_asked())
     points: list[tuple[int, Sequence[RankPlan]]] = []
-    try:
-        with _interrupting(search), asked.output.at_work(f"looking for the most of {args.model} on {layout}"):
-            points = search.plans(layout.mbs if batch else asked.tokens)
-    except KeyboardInterrupt:
-        if not search.best:
-            raise
+    with _interruptible(search), asked.output.at_work(f"looking for the most of {args.model} on {layout}"):
+        points = search.plans(asked.start)
     rows = [_rank_point(asked, length, plans) for length, plans in points]
 
     def show(console: Console) -> None:
-        what = "sequences in a microbatch" if batch else "tokens in a sequence"
         if not rows:
-            console.print(f"interrupted: {search.best:,} {what} fit; whether more do is not known")
+            console.print(_interrupted(search))
             return
-        console.print(f"at most {search.best:,} {what} within {args.budget} on each rank")
+        console.print(f"at most {search.best:,} {search.what} within {args.budget} on each rank")
         unit, name = errors.unit_of(rows[-1]["peak_bytes"])
-        shown = out.new_table(what, f"peak {name}", "step ms", "slower", "tokens/s")
+        shown = out.new_table(search.what, f"peak {name}", "step ms", "slower", "tokens/s")
         for row in rows:
             slower = row["step_seconds"] / row["plain_step_seconds"] - 1
             figures = f"{row['peak_bytes'] / unit:,.2f}", f"{1000 * row['step_seconds']:,.1f}", f"{slower:+.1%}"
@@ -766,9 +830,9 @@ def _find_longest_on_ranks(asked: _OnRanks) -> int:
         console.print(shown)
         _print_ranks(console, layout, points[-1][1])
 
-    found = {"found": size, "most": search.best, "points": rows}
-    said = "" if batch else models.beyond(asked.model, args.model, search.best)
-    code = asked.give({**found, **(_ranks_as_data(layout, points[-1][1]) if points else {})}, show, said)
+    found = {"found": "mbs" if search.batch else "tokens", "most": search.best, "points": rows}
+    said = _beyond(args, asked.model, search.best)
+    code = asked.give({**found, **(_ranks_as_data(layout, points[-1][1]) if points else {})}, show, *said)
     return code if points else out.INTERRUPTED
 
 

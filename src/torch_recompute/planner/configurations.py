@@ -21,15 +21,13 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, cast
 
-import torch
 from torch import nn
 
 from .. import errors
-from .._text import at_work, close_to, counted, doing, listed, shown, table
+from .._text import close_to, counted, doing, listed, shown, table
 from ..devices import Roofline
 from ..memory import Block
-from ..memory.batch import Batch
-from ..memory.loop import NOT_COUNTED, Loop
+from ..memory.loop import NOT_COUNTED
 from ..memory.operations import Operation
 from ..plan.apply import apply
 from ..plan.config import FILES, Policy, RecomputeConfig, find, plan_of
@@ -39,8 +37,8 @@ from ..plan.units import find_units
 from ..simulation import Simulation, simulate_step
 from ..simulation.recording import SHARDING
 from ..stores import Bandwidth
-from ..training_step import Loss, MakeOptimizer, TrainingStep, elements
-from .hosts import NO_LEAVE, HostBandwidth, Leave, stores_for, waited
+from ..training_step import TrainingStep, elements
+from .hosts import NO_LEAVE, Leave, stores_for, waited
 from .ops import Op, op_of
 from .prices import Measured, prices_for, seconds_of
 from .sent import Sent, overlapped, sent, unknown_network
@@ -48,6 +46,7 @@ from .tiling import tiled
 
 LARGEST = 3
 PEAK_WORDS: Mapping[str, str] = {
+    "most": "where it was looked for: the tokens in a sequence, or the items in a batch, that the budget holds",
     "peak": "the most bytes alive at one moment of the step; the columns up to the seconds are what it is made of then",
     "weights": "parameters and buffers",
     "gradients": "of the parameters; where they are gone when forward begins, those that backward has made by then",
@@ -86,6 +85,7 @@ class ConfiguredStep:
         tiled: What is made in tiles of tokens and by how much results differ, or why nothing is; with leave alone.
         waited_seconds: Of the step's, those that copies of regions' inputs take longer than what hides them; None
             where they are not counted, since how fast host memory is reached was not asked.
+        most: The tokens in a sequence, or the items in a batch, where the most was looked for; else 0.
     """
 
     name: str
@@ -100,6 +100,7 @@ class ConfiguredStep:
     per_parameter: Mapping[str, float] = field(default_factory=dict[str, float])
     tiled: tuple[str, ...] = ()
     waited_seconds: float | None = None
+    most: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -123,6 +124,7 @@ class ConfiguredStep:
         peak = self.simulation.peak
         return {
             "recompute": self.name,
+            **({"most": self.most} if self.most else {}),
             "peak_bytes": self.peak_bytes,
             "made_of": parts_as_data(self.made_of),
             "peak": {"phase": peak.phase, "module": peak.module, "op": peak.op},
@@ -170,59 +172,6 @@ class ConfiguredSteps(tuple[ConfiguredStep, ...]):
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
-
-
-def peaks(
-    model: nn.Module,
-    args: Batch = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    recompute: Configurations = "none,full",
-    loss: Loss = None,
-    optimizer: MakeOptimizer = None,
-    device: torch.device | str | Roofline | None = None,
-    hold_output: bool = True,
-    accumulate: int = 1,
-    set_to_none: bool = True,
-    offload: bool = False,
-    host_bandwidth: HostBandwidth = None,
-    tiles: bool = False,
-) -> ConfiguredSteps:
-    """Returns the peak of a training step under configurations that are stated, and what it is made of.
-
-        found = peaks(model, batch, recompute="none,full", optimizer="adamw-fused", device="h100")
-        print(found)
-        found.named("full").peak_bytes, found.named("full").made_of, found.named("full").step_seconds
-
-    Nothing is searched: the step is simulated once for each, see `simulate`, which also says what a peak counts.
-
-    Args:
-        model: The model; on the meta device if it is too large for this machine.
-        args: A batch, see `make_plan`.
-        kwargs: More keyword arguments of the call.
-        recompute: The configurations: one text, in which commas separate them, but labels with only commas between
-            are one; or a sequence of texts, plans, `RecomputeConfig`s and mappings of its fields. Words are "none",
-            "full" (each layer), "full:2" (two layers as one region), "block:3" (the first three), "selective"
-            (Megatron's: the label `core_attn`), labels, paths of modules, and files of plans or settings.
-        loss: From the model's output to a scalar; see `simulate`, as what follows.
-        optimizer: As in `simulate`.
-        device: Where the step is to run, and what the seconds are of.
-        hold_output: Whether the loop holds the model's output through backward.
-        accumulate: How many forwards and backwards come before the optimizer's step.
-        set_to_none: Whether gradients are gone when forward begins.
-        offload: Whether the inputs of all regions are kept in host memory.
-        host_bandwidth: Bytes per second of copies into the device and out of it, see `make_plan`.
-        tiles: Whether the head with its loss, and the MLPs of layers that are recomputed, are computed in tiles of
-            tokens: as many as make what is wide in them small beside the rest, see `make_plan`.
-
-    Raises:
-        ArgumentError: A configuration is none, or matches nothing in the model; or see `simulate`.
-    """
-    loop = Loop(hold_output, accumulate, set_to_none)
-    step = TrainingStep.of("peaks", model, args, kwargs, loss, optimizer, device, loop)
-    plans = configurations("recompute", recompute, step)
-    with at_work(f"simulating {type(model).__name__}"):
-        return peaks_of(step, plans, Leave.of(offload, host_bandwidth, tiles))
 
 
 def peaks_of(
@@ -438,11 +387,14 @@ def _lines(steps: Sequence[ConfiguredStep]) -> Iterator[str]:
 
     parts = [part for part in steps[0].made_of if any(round(one.made_of[part] / unit, 2) for one in steps)]
     hosted = ["in host memory"] if any(one.host_bytes for one in steps) else []
-    rows: list[tuple[str, ...]] = [("", f"peak {name}", *parts, *hosted, "step ms", "replays ms", "GFLOP replayed")]
+    most = ["most"] if any(one.most for one in steps) else []
+    titles = "", *most, f"peak {name}", *parts, *hosted, "step ms", "replays ms", "GFLOP replayed"
+    rows: list[tuple[str, ...]] = [titles]
     for one in steps:
         sizes = one.peak_bytes, *(one.made_of[part] for part in parts), *([one.host_bytes] if hosted else [])
         seconds = (f"{1000 * each:,.1f}" for each in (one.step_seconds, one.replay_seconds))
-        rows.append((one.name, *map(shown, sizes), *seconds, f"{one.simulation.flops['replay'] / 1e9:,.1f}"))
+        found = [f"{one.most:,}"] if most else []
+        rows.append((one.name, *found, *map(shown, sizes), *seconds, f"{one.simulation.flops['replay'] / 1e9:,.1f}"))
     wide = max(len(row[0]) for row in rows)
     yield from table([(row[0].ljust(wide), *row[1:]) for row in rows])
     for one in steps:

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from .. import errors
-from .._text import table
+from .._text import listed, table
 from .._torch.fakes import host_of
 from ..devices import Device
 from ..memory.budget import Limit
@@ -152,6 +152,13 @@ class RankPlan:
         states = self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
         return states + self.activation_bytes + self.buffer_bytes
 
+    @property
+    def held_words(self) -> str:
+        """The parts of the peak in words, the largest first, without those below a hundredth; and where it is."""
+        parts = sorted(self.made_of.items(), key=lambda part: -part[1])
+        worth = [f"{errors.size(nbytes)} {name}" for name, nbytes in parts if 100 * nbytes >= self.peak_bytes]
+        return f"{listed(worth)}, on rank {self.rank} {self.where}"
+
     def as_data(self) -> dict[str, Any]:
         """The figures as plain data."""
         data = {**vars(self), "peak_bytes": self.peak_bytes, "sent": [one.as_data() for one in self.sent]}
@@ -180,17 +187,24 @@ class ConfiguredLayout:
         layout: How the step is spread.
         ranks: Those of the pipeline.
         tiled: What is made in tiles of tokens, or why nothing is; where tiles are allowed.
+        most: The tokens in a sequence, or sequences in a microbatch, where these were looked for; else 0.
     """
 
     name: str
     layout: Layout
     ranks: Sequence[RankPlan]
     tiled: tuple[str, ...] = ()
+    most: int = 0
 
     @property
     def fullest(self) -> RankPlan:
         """The rank with the highest peak."""
         return max(self.ranks, key=lambda rank: rank.peak_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak of the fullest rank."""
+        return self.fullest.peak_bytes
 
     @property
     def step_seconds(self) -> float:
@@ -206,7 +220,8 @@ class ConfiguredLayout:
         """The figures as plain data, with the plan as `Plan.from_json` reads it from its JSON."""
         return {
             "recompute": self.name,
-            "peak_bytes": self.fullest.peak_bytes,
+            **({"most": self.most} if self.most else {}),
+            "peak_bytes": self.peak_bytes,
             "rank": self.fullest.rank,
             "made_of": parts_as_data(self.fullest.made_of),
             "peak": self.fullest.where,
@@ -222,12 +237,14 @@ def configured(steps: Sequence[ConfiguredLayout]) -> Iterator[str]:
     unit, name = errors.unit_of(max(one.fullest.peak_bytes for one in steps))
     known = [part for part in PEAK_WORDS if part in {name for one in steps for name in one.fullest.made_of}]
     parts = [part for part in known if any(round(one.fullest.made_of.get(part, 0) / unit, 2) for one in steps)]
-    rows: list[tuple[str, ...]] = [("", "rank", f"peak {name}", *parts, "step ms", "replays ms")]
+    most = ["most"] if any(one.most for one in steps) else []
+    rows: list[tuple[str, ...]] = [("", *most, "rank", f"peak {name}", *parts, "step ms", "replays ms")]
     for one in steps:
         rank = one.fullest
         sizes = (nbytes / unit for nbytes in (rank.peak_bytes, *(rank.made_of.get(part, 0) for part in parts)))
         seconds = (f"{1000 * each:,.1f}" for each in (one.step_seconds, one.replay_seconds))
-        rows.append((one.name, str(rank.rank), *(f"{size:,.2f}" for size in sizes), *seconds))
+        found = [f"{one.most:,}"] if most else []
+        rows.append((one.name, *found, str(rank.rank), *(f"{size:,.2f}" for size in sizes), *seconds))
     wide = max(len(row[0]) for row in rows)
     yield from table([(row[0].ljust(wide), *row[1:]) for row in rows])
     for one in steps:

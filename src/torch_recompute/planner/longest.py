@@ -4,7 +4,8 @@ The peak of a step rises with its length, so the longest is found by bisection. 
 simulation, with the plan that keeps the fewest bytes; where bisection has two peaks it goes to where the line between
 them meets the budget, since from some length on the peak is nearly a line. The length that is found is planned. If its
 own least plan leaves room, as one that takes more or fewer layers together may, the search goes on with that. What
-comes out is a plan of `SIZES` lengths, each planned and simulated by itself.
+comes out is a plan of `SIZES` lengths, each planned and simulated by itself. Of a configuration that is stated nothing
+is planned: each length is the step under it.
 
 Rejected: planning each length on the way, which takes ten times as long and comes to the same end; a formula of bytes
 per token, which knows nothing of what the loss or a kernel holds.
@@ -14,25 +15,27 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from .. import errors
-from .._text import doing, listed
+from .._text import doing
 from ..memory.budget import Budget, Limit, bytes_meant, read_budget
 from ..memory.free import free_bytes
 from ..plan.apply import apply
 from ..plan.plan import Plan
+from ..plan.ranks import Ranks
 from ..plan.sizes import parameters
 from ..simulation import simulate_step
 from ..training_step import TrainingStep
 from .alternatives import held_by
+from .configurations import ConfiguredStep, peaks_of
 from .hosts import NO_LEAVE, Leave, stores_for
-from .layout import LayoutPlanner, LayoutRanks, RankPlan
+from .layout import ConfiguredLayout, LayoutPlanner, LayoutRanks, RankPlan
 from .planner import Planner
 from .sizes import Call, Lengths, plan_calls
 
@@ -41,6 +44,7 @@ ROUNDS = 3
 FINE = 256  # the length is found to this part of itself
 UNIT = 64  # lengths are multiples of it, from `FROM` on
 FROM = 1024
+FAR = 16  # times a length that fits is the most that is tried next
 Peak = tuple[int, str]  # in bytes, and what it is made of
 
 
@@ -49,7 +53,7 @@ class Batches(Lengths):
 
     dim = 0
 
-    def _at(self, tensor: torch.Tensor, length: int) -> torch.Tensor:
+    def _at(self, tensor: torch.Tensor, length: int, *, positions: bool) -> torch.Tensor:
         if tensor.shape[:1] != (self.length,):
             return tensor
         found = tensor.index_select(0, torch.arange(length, device=tensor.device) % self.length)
@@ -57,13 +61,14 @@ class Batches(Lengths):
 
 
 @dataclass
-class Search(ABC):
+class Search:
     """The search for the most that a budget holds.
 
     Attributes:
         budget: In bytes, or "fit"; as it was written.
         batch: Whether the size of the batch is looked for, instead of the length of the sequence.
         most: The most that the model takes; None for no limit.
+        shared: How many ranks share a sequence; lengths are of what one of them holds.
         grain: What lengths are multiples of.
         best: The most that is known to fit so far.
         best_peak_bytes: Its peak.
@@ -74,10 +79,28 @@ class Search(ABC):
     budget: object
     batch: bool = False
     most: int | None = None
+    shared: int = field(default=1, init=False)
     grain: int = field(default=1, init=False)
     best: int = field(default=0, init=False)
     best_peak_bytes: int = field(default=0, init=False)
     interrupted: bool = field(default=False, init=False)
+    of_a_batch: ClassVar[str] = "items in a batch"
+
+    @property
+    def what(self) -> str:
+        """The thing that is looked for, in words."""
+        return self.of_a_batch if self.batch else "tokens in a sequence"
+
+    @property
+    def found(self) -> int:
+        """The tokens of a whole sequence, or the items of a batch, that are known to fit so far."""
+        return self.best * self.shared
+
+    def share_of(self, ranks: Ranks) -> None:
+        """Looks for the length of what one of the ranks that share a sequence holds."""
+        if not self.batch:
+            self.shared, self.grain = ranks.cp, ranks.divides_tokens // ranks.cp
+            self.most = self.most and self.most // ranks.cp
 
     def asked(self) -> Budget:
         """Reads the budget.
@@ -92,6 +115,171 @@ class Search(ABC):
                 '  Write bytes, such as budget="80GB", or "fit".'
             )
         return asked
+
+    def search(self, peak_of: Callable[[int], Peak], allowed: int, length: int) -> None:
+        """Raises `best` as far as the budget goes, from some length."""
+        below, above, before = (self.best, self.best_peak_bytes), (0, 0), (0, 0)
+        while True:
+            doing(f"simulating {'a batch' if self.batch else 'a sequence'} of {length * self.shared:,}")
+            if self.interrupted:
+                raise KeyboardInterrupt
+            peak, held = peak_of(length)
+            if peak <= allowed:
+                before, below = below, (length, peak)
+                self.best, self.best_peak_bytes = below
+            else:
+                above = length, peak
+            if above[0] and above[0] - below[0] <= max(self._unit(below[0]), below[0] // FINE):
+                if not below[0]:
+                    raise errors.BudgetError(self._nothing_fits(allowed, peak, held), peak, None)
+                return
+            if length == self.most and not above[0]:
+                return
+            length = self._next(before, below, above, allowed)
+
+    def _next(self, before: tuple[int, int], below: tuple[int, int], above: tuple[int, int], allowed: int) -> int:
+        """The next length to try, between one that fits and one that does not, or above one or two that fit."""
+        if not above[0]:
+            wanted, unit = 2 * below[0], self._unit(below[0])
+            if before[0]:  # where the line through both meets the budget, or far above where it is flat
+                met = below[0] + (below[0] - before[0]) * (allowed - below[1]) // max(1, below[1] - before[1])
+                wanted = max(min(met, FAR * below[0]), below[0] + below[0] // 8 + unit) // unit * unit
+            return min(wanted, self.most or wanted)
+        if not below[0]:
+            return max(1, above[0] // 2 // self.grain) * self.grain
+        (low, least), (high, most), unit = below, above, self._unit(below[0])
+        edge = max(1, (high - low) // 16)  # so that the stretch gets shorter on either side
+        met = low + (high - low) * (allowed - least) // max(1, most - least)
+        length = min(max(met, low + edge), high - edge)
+        return max(length // unit * unit, low + unit) if unit > 1 else length
+
+    def _unit(self, length: int) -> int:
+        return math.lcm(UNIT, self.grain) if length >= FROM and not self.batch else self.grain
+
+    def lengths(self) -> list[int]:
+        """Returns the most that fits, and parts of it."""
+        unit = self._unit(self.best)
+        parts = (self.best * part // SIZES // unit * unit for part in range(1, SIZES))
+        return sorted({self.best, *filter(None, parts)})
+
+    def less(self) -> None:
+        """Takes a little less than the most that was found."""
+        unit = self.grain
+        self.best -= max(unit, self.best // FINE // unit * unit)
+
+    def _nothing_fits(self, allowed: Limit | int, peak: int, held: str) -> str:
+        said = allowed.said if isinstance(allowed, Limit) else errors.size(allowed)
+        least = self.grain * self.shared
+        tokens = "one token" if least == 1 else f"{least} tokens"
+        one = "a batch of one" if self.batch else f"a sequence of {tokens}"
+        return (
+            f"budget={said} is too small for {one}, whose peak is {errors.size(peak, up=True)} ({peak} bytes): "
+            f"{held}.\n"
+            "  Write a budget of more than that, or another optimizer."
+        )
+
+
+def _allowed(asked: Budget, step: TrainingStep | None = None) -> Limit:
+    """The bytes of a budget; "fit" is of the device where a step runs."""
+    free = step and partial(free_bytes, step.model, step.runs_on, step.optimizer, step.call)
+    return bytes_meant(asked, lambda: 0, 0, free)
+
+
+class StatedSearch(Search, ABC):
+    """The search for the most that a budget holds under configurations that are stated.
+
+    Attributes:
+        steps: What has been found: the step under each configuration, with the most that the budget holds.
+    """
+
+    steps: tuple[Any, ...] = ()
+
+    def _find(self, plans: Mapping[str, Plan], start: int, allowed: Limit) -> tuple[Any, ...]:
+        """Searches from a length, under each configuration.
+
+        Raises:
+            BudgetError: Not one token, or not one item, fits under one of them.
+        """
+        for name, plan in plans.items():
+            self.best = self.best_peak_bytes = 0
+            fits: list[Any] = []
+
+            def peak_of(length: int, name: str = name, plan: Plan = plan, fits: list[Any] = fits) -> Peak:
+                one, held = self._at(name, plan, length)
+                if one.peak_bytes <= allowed:
+                    fits[:] = [one]
+                return one.peak_bytes, f"{held}, with {name}"
+
+            self.search(peak_of, allowed, start)
+            self.steps += (replace(fits[0], most=self.found),)
+        return self.steps
+
+    @abstractmethod
+    def _at(self, name: str, plan: Plan, length: int) -> tuple[Any, str]:
+        """The step under a configuration at a length, and what its peak is made of, in words."""
+
+
+class LongestStated(StatedSearch):
+    """The search for the most that a budget holds, of a step whose regions are stated.
+
+    Attributes:
+        step: A step of some length.
+        leave: What it uses besides recomputation.
+        dashes: Before the names of options in errors.
+    """
+
+    def __init__(self, step: TrainingStep, leave: Leave, *words: Any, dashes: str = "") -> None:
+        super().__init__(*words)
+        self.step, self.leave, self.dashes = step, leave, dashes
+        self.share_of(step.ranks)
+
+    def find(self, plans: Mapping[str, Plan]) -> tuple[ConfiguredStep, ...]:
+        """Returns the step under each configuration at the most that fits; its `most` says how much that is.
+
+        Raises:
+            BudgetError: Not one token, or not one item, fits under one of them.
+            ArgumentError: The budget is a share, or it cannot be told where the sequence is.
+        """
+        allowed = _allowed(self.asked(), self.step)
+        self._calls = (Batches if self.batch else Lengths)(parameters(self.step.model), *self.step.call)
+        return self._find(plans, self._calls.length, allowed)
+
+    def _at(self, name: str, plan: Plan, length: int) -> tuple[ConfiguredStep, str]:
+        args, kwargs = self._calls(length)
+        (one,) = peaks_of(replace(self.step, args=args, kwargs=kwargs), {name: plan}, self.leave, self.dashes)
+        return one, held_by(one.simulation)
+
+
+class LongestStatedOnRanks(StatedSearch):
+    """The search for the most that a budget of each rank holds, of ranks whose regions are stated.
+
+    Attributes:
+        make: Makes the ranks of a layout, of one of two kinds, for a length.
+    """
+
+    of_a_batch = "sequences in a microbatch"
+
+    def __init__(self, make: Callable[[Any, int], Any], *words: Any) -> None:
+        super().__init__(*words)
+        self.make = make
+
+    def find(self, plans: Mapping[str, Plan], start: int) -> tuple[ConfiguredLayout, ...]:
+        """Returns the ranks under each configuration at the most that fits.
+
+        Raises:
+            BudgetError: Not one token, or not one item, fits under one of them.
+            ArgumentError: The budget is a share, or "fit".
+        """
+        self.grain = 1 if self.batch else self.make(LayoutRanks, start).layout.ranks.divides_tokens
+        return self._find(plans, start, _allowed(self.asked()))
+
+    def _at(self, name: str, plan: Plan, length: int) -> tuple[ConfiguredLayout, str]:
+        one = self.make(LayoutRanks, length).configured(name, plan)
+        return one, one.fullest.held_words
+
+
+class PlannedSearch(Search, ABC):
+    """The search for the most that a budget holds with a plan."""
 
     def _planned(self, start: int, plan: Plan, allowed: Limit) -> Any:
         """Searches from a length, under the plan that keeps the least there; returns plans for the most that fits.
@@ -127,69 +315,15 @@ class Search(ABC):
     def _plans(self, lengths: Sequence[int], allowed: Limit) -> Any:
         """The plans of some lengths within a budget."""
 
-    def search(self, peak_of: Callable[[int], Peak], allowed: int, length: int) -> None:
-        """Raises `best` as far as the budget goes, from some length."""
-        below, above = (self.best, self.best_peak_bytes), (0, 0)
-        while True:
-            doing(f"simulating {'a batch' if self.batch else 'a sequence'} of {length:,}")
-            if self.interrupted:
-                raise KeyboardInterrupt
-            peak, held = peak_of(length)
-            if peak <= allowed:
-                below = self.best, self.best_peak_bytes = length, peak
-            else:
-                above = length, peak
-            if above[0] and above[0] - below[0] <= max(self._unit(below[0]), below[0] // FINE):
-                if not below[0]:
-                    raise errors.BudgetError(self._nothing_fits(allowed, peak, held), peak, None)
-                return
-            if length == self.most and not above[0]:
-                return
-            length = self._next(below, above, allowed)
 
-    def _next(self, below: tuple[int, int], above: tuple[int, int], allowed: int) -> int:
-        """The next length to try, between one that fits and one that does not, or above one that fits."""
-        if not above[0]:
-            return min(2 * below[0], self.most or 2 * below[0])
-        if not below[0]:
-            return max(1, above[0] // 2 // self.grain) * self.grain
-        (low, least), (high, most), unit = below, above, self._unit(below[0])
-        edge = max(1, (high - low) // 16)  # so that the stretch gets shorter on either side
-        met = low + (high - low) * (allowed - least) // max(1, most - least)
-        length = min(max(met, low + edge), high - edge)
-        return max(length // unit * unit, low + unit) if unit > 1 else length
-
-    def _unit(self, length: int) -> int:
-        return math.lcm(UNIT, self.grain) if length >= FROM and not self.batch else self.grain
-
-    def lengths(self) -> list[int]:
-        """Returns the most that fits, and parts of it."""
-        unit = self._unit(self.best)
-        parts = (self.best * part // SIZES // unit * unit for part in range(1, SIZES))
-        return sorted({self.best, *filter(None, parts)})
-
-    def less(self) -> None:
-        """Takes a little less than the most that was found."""
-        unit = self.grain
-        self.best -= max(unit, self.best // FINE // unit * unit)
-
-    def _nothing_fits(self, allowed: Limit | int, peak: int, held: str) -> str:
-        said = allowed.said if isinstance(allowed, Limit) else errors.size(allowed)
-        tokens = "one token" if self.grain == 1 else f"{self.grain} tokens"
-        one = "a batch of one" if self.batch else f"a sequence of {tokens}"
-        return (
-            f"budget={said} is too small for {one}, whose peak is {errors.size(peak, up=True)} ({peak} bytes): "
-            f"{held}.\n"
-            "  Write a budget of more than that, or another optimizer."
-        )
-
-
-class LongestOnRanks(Search):
+class LongestOnRanks(PlannedSearch):
     """The search for the most that a budget of each rank holds.
 
     Attributes:
         make: Makes the ranks of a layout, of one of two kinds, for a length.
     """
+
+    of_a_batch = "sequences in a microbatch"
 
     def __init__(self, make: Callable[[Any, int], Any], budget: object, batch: bool, most: int | None) -> None:
         super().__init__(budget, batch, most)
@@ -204,16 +338,14 @@ class LongestOnRanks(Search):
         """
         asked = self.asked()
         planner = self.make(LayoutPlanner, start)
-        allowed = bytes_meant(asked, lambda: 0, planner.plain_bytes, None)
+        allowed = _allowed(asked)
         self.grain = 1 if self.batch else planner.layout.ranks.divides_tokens
         return self._planned(start, planner.planner.leanest, allowed)
 
     def _peak(self, plan: Plan, made_at: int, length: int) -> Peak:
         ranks = self.make(LayoutRanks, length).under(plan)
         fullest = max(ranks, key=lambda rank: rank.peak_bytes)
-        parts = sorted(fullest.made_of.items(), key=lambda part: -part[1])
-        held = listed([f"{errors.size(nbytes)} {name}" for name, nbytes in parts if 100 * nbytes >= fullest.peak_bytes])
-        return fullest.peak_bytes, f"{held}, on rank {fullest.rank} {fullest.where}"
+        return fullest.peak_bytes, fullest.held_words
 
     def _least_plan(self, length: int) -> Plan:
         return self.make(LayoutPlanner, length).least_plan
@@ -223,7 +355,7 @@ class LongestOnRanks(Search):
         return [*zip(lengths, reversed(found), strict=True)]
 
 
-class Longest(Search):
+class Longest(PlannedSearch):
     """The search for the most that a budget holds, of one device.
 
     Attributes:
@@ -241,6 +373,7 @@ class Longest(Search):
     ) -> None:
         super().__init__(budget, batch, most)
         self.step, self.leave = step, leave
+        self.share_of(step.ranks)
 
     def plan(self) -> Plan:
         """Returns the plan; its last size is the most that fits.
@@ -252,8 +385,7 @@ class Longest(Search):
         asked = self.asked()
         calls = self._calls = (Batches if self.batch else Lengths)(parameters(self.step.model), *self.step.call)
         planner = self._planner(calls.length)
-        free = partial(free_bytes, self.step.model, planner.plain.device, self.step.optimizer, self.step.call)
-        allowed = bytes_meant(asked, lambda: 0, planner.plain.peak_bytes, free)
+        allowed = _allowed(asked, self.step)
         # The least peak may be the optimizer's, and then keeps more.
         return self._planned(calls.length, planner.leanest, allowed)
 

@@ -170,16 +170,28 @@ class Lengths:
         if length == self.length:
             return self._call
         leaves, spec = _torch.tree_flatten(self._call)
+        tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}  # labels may be the tokens
+        tokens = next(iter(tensors), 0)
         with torch.no_grad():
-            made = [self._at(leaf, length) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        return _torch.tree_unflatten(made, spec)
+            made = {key: self._at(one, length, positions=key != tokens) for key, one in tensors.items()}
+        return _torch.tree_unflatten([made.get(id(leaf), leaf) for leaf in leaves], spec)
 
-    def _at(self, tensor: torch.Tensor, length: int) -> torch.Tensor:
-        found = tensor
+    def _at(self, tensor: torch.Tensor, length: int, *, positions: bool) -> torch.Tensor:
+        found, at = tensor, torch.arange(length, device=tensor.device)
         for dim, size in enumerate(tensor.shape):
-            if size == self.length:
-                found = found.index_select(dim, torch.arange(length, device=tensor.device) % self.length)
+            if size != self.length:
+                continue
+            places = found.index_select(dim, at % self.length)
+            if positions and _counts(found, dim):  # which go on
+                places += (at // self.length * self.length).view(-1, *[1] * (tensor.ndim - dim - 1))
+            found = places
         return found.requires_grad_(tensor.requires_grad)
+
+
+def _counts(tensor: torch.Tensor, dim: int) -> bool:
+    """Whether each number of a tensor is one more than the one before it, along a dimension."""
+    integer = not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype is not torch.bool
+    return integer and not tensor.is_meta and tensor.shape[dim] > 1 and bool((tensor.diff(dim=dim) == 1).all())
 
 
 def longest(fits: Callable[[int], bool], most: int) -> int:
