@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import signal
 from collections.abc import Callable
@@ -349,6 +350,16 @@ def test_an_interrupted_search_says_what_fits(
     assert cli.main([*argv, "--recompute", "full"]) == output.INTERRUPTED
     assert "1,500 items in a batch fit, with a peak of 3.00 MiB under full" in capsys.readouterr().out
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_garbage_is_looked_for_as_before(capsys: pytest.CaptureFixture[str]) -> None:
+    """A command that looks for cyclic garbage rarely leaves the process as it was, whether there is a plan or not."""
+    before = gc.get_threshold()
+    with output.collecting_rarely():
+        assert gc.get_threshold() > before
+    document(capsys, "this_test:pair", "--budget", "40%", "--device", "h100")
+    assert cli.main(["plan", "this_test:pair", "--budget", "8B", "--device", "h100"]) != cli.OK
+    assert gc.get_threshold() == before
 
 
 def test_a_function_of_the_user(capsys: pytest.CaptureFixture[str]) -> None:

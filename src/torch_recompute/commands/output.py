@@ -12,6 +12,7 @@ imported where they are used, so that everything else works without them.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import os
@@ -49,6 +50,17 @@ INTERRUPTED = 130
 
 MIB, GIB = 2**20, 2**30
 PICTURES = (".png", ".svg", ".pdf")
+
+
+@contextmanager
+def collecting_rarely() -> Generator[None]:
+    """Lets Python look for cyclic garbage rarely: a simulation makes little, and looking took a sixth of a command."""
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, 50, 50)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def new_command(commands: Any, name: str, about: str = "") -> Parser:

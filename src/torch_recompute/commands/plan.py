@@ -143,6 +143,7 @@ def _add_leave_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+@out.collecting_rarely()
 def command(args: argparse.Namespace) -> int:
     """Runs `torch-recompute plan`; 0 when there is a plan."""
     output = Output.of(args)
