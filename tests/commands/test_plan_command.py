@@ -326,7 +326,9 @@ def test_a_search_ends_at_a_table_of_positions(tmp_path: Path, capsys: pytest.Ca
     config = tmp_path / "config.json"
     sizes = {"n_positions": 96, "n_layer": 1, "n_embd": 8, "n_head": 1, "vocab_size": 16}
     config.write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **sizes}))
-    assert document(capsys, str(config), "--longest", "--budget", "1GiB")["most"] == 96
+    found = document(capsys, str(config), "--longest", "--budget", "1GiB")
+    assert found["most"] == 96
+    assert any("96 tokens are all the positions" in note for note in found["notes"])
 
 
 def test_an_interrupted_search_says_what_fits(
@@ -487,9 +489,13 @@ def test_a_budget_below_the_weights(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     weights = sum(parameter.nbytes for parameter in pair()[0].parameters())
     argv = ["plan", "this_test:pair", "--device", "h100", "--budget"]
     monkeypatch.setattr("torch_recompute.commands.plan.Planner", lambda *_, **__: pytest.fail("simulated"))
-    assert cli.main([*argv, str(weights - 1)]) == cli.TOO_SMALL
-    said = capsys.readouterr().err
-    assert f"{errors.size(weights, up=True)} ({weights} bytes): {errors.size(weights, up=True)} of weights." in said
+    monkeypatch.setattr("torch_recompute.commands.plan.peaks_of", lambda *_, **__: pytest.fail("simulated"))
+    monkeypatch.setattr(Longest, "plan", lambda *_: pytest.fail("simulated"))
+    monkeypatch.setattr(LongestStated, "find", lambda *_: pytest.fail("simulated"))
+    for asked in ([], ["--largest-batch"], ["--largest-batch", "--recompute", "full"]):
+        assert cli.main([*argv, str(weights - 1), *asked]) == cli.TOO_SMALL
+        said = capsys.readouterr().err
+        assert f"{errors.size(weights, up=True)} ({weights} bytes): {errors.size(weights, up=True)} of weights." in said
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,10 @@ def test_what_is_assumed_of_values_is_said() -> None:
     """Values that leave PyTorch are ones, and the simulation names who read them."""
     model, x = made("matcher")
     assert simulate(model, (x,), loss=loss).assumed == ("Tensor.numpy finds ones",)
+    layers = [Made(lambda m, x: m.up(x) * float(x.detach().numpy().max()), up=nn.Linear(8, 8)) for _ in range(3)]
+    # the values of the batch itself are known
+    several = simulate(nn.Sequential(*layers), (torch.ones(4, 8),), loss=torch.mean).assumed
+    assert several == ("Tensor.numpy finds ones in * (2 times)",)
     model, x = made("cholesky")
     assert simulate(model, (x,), loss=loss).assumed == ()
 

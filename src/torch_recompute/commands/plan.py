@@ -391,6 +391,8 @@ def _show_peaks(args: argparse.Namespace, output: Output) -> int:
     plans = configurations("--recompute", args.recompute, step)
     models.check_regions(step.layers, plans)
     search = LongestStated(step, step.leave, *_most_asked(args, step), dashes="--") if args.budget else None
+    if args.budget:
+        _check_states(step, args.budget)
     found: Sequence[ConfiguredStep] = ()
     with models.autocasting(step.model, args.autocast), _interruptible(search), output.at_work(f"simulating {step}"):
         found = peaks_of(step, plans, step.leave, "--") if search is None else search.find(plans)
@@ -420,6 +422,7 @@ def _find_longest(args: argparse.Namespace, output: Output) -> int:
     with output.at_work(f"building {args.model}"):
         step = AskedStep.asked(args)
     budget, batch, most = _most_asked(args, step)
+    _check_states(step, budget)
     search = Longest(step, budget, step.leave, batch, most)
     plan = None
     with (
@@ -492,7 +495,13 @@ def _notes_on_most(args: argparse.Namespace, step: AskedStep, *found: int) -> li
 
 def _beyond(args: argparse.Namespace, model: nn.Module, *found: int) -> list[str]:
     """Returns what is to be said of sequences that were found, where they exceed a model's positions."""
-    said = models.beyond(model, args.model, max(found)) if args.longest and found else ""
+    if not args.longest or not found:
+        return []
+    said = models.beyond(model, args.model, max(found))
+    if max(found) == models.most_tokens(model):
+        said = (
+            f"{max(found):,} tokens are all the positions that {args.model} has, in a table: no longer ones were tried."
+        )
     return [said] if said else []
 
 
@@ -702,12 +711,12 @@ def _plan_ranks(args: argparse.Namespace, layout: Layout, output: Output) -> int
     """Plans a step that is spread over ranks, or answers what else is asked of it; 0 when there is an answer."""
     asked = _OnRanks(args, layout, output)
     layout = asked.layout
+    if args.budget is not None:
+        _check_rank_states(asked)
     if args.recompute is not None:
         return _show_rank_peaks(asked)
     if args.longest or args.largest_batch:
         return _find_longest_on_ranks(asked)
-    if not args.frontier:
-        _check_rank_states(asked)
     with output.at_work(f"profiling {args.model} on {layout}"):
         planner = asked.ranks(LayoutPlanner)
     if args.frontier:

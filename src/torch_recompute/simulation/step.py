@@ -28,7 +28,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .. import _torch, errors
-from .._text import at_work, counted
+from .._text import at_work, counted, grouped, starred_path
 from .._torch.compiler import uncompiled
 from .._torch.fakes import APART, FakeTensor, FakeTensorMode
 from .._torch.graphs import gradient_hooks
@@ -478,6 +478,12 @@ class _Seen(NamedTuple):
     doubled: str  # advice where a backward was recorded for another one
 
 
+def _of_alike(words: Sequence[str]) -> tuple[str, ...]:
+    """Sentences, each once; those that differ in the number of a layer are one, with a star for it."""
+    groups = grouped(dict.fromkeys(words), starred_path)
+    return tuple(some[0] if len(some) == 1 else f"{one} ({len(some)} times)" for one, some in groups.items())
+
+
 class _StepFigures:
     """The figures of a step, from its recordings.
 
@@ -548,7 +554,7 @@ class _StepFigures:
             saved_by_module=_by_module(first.kept),
             flops={phase: count * loop.accumulate for phase, count in first.flops.items()},
             rounding=first.rounding,
-            assumed=(*assumed, *of_kernels, *self._seen.skipped),
+            assumed=_of_alike((*assumed, *of_kernels, *self._seen.skipped)),
             uncounted=words,
             logits_bytes=sum(wide),
             advice=" ".join(filter(None, [_advise(wide, width, peak.live_bytes), self._seen.doubled])),
