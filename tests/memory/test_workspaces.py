@@ -541,6 +541,18 @@ def test_formulas_are_what_an_h100_took(name: str) -> None:
     assert (taken_on_cuda(func, (*tensors, *rest), (9, 0)) or 0) / 2**20 == pytest.approx(wanted, abs=0.01)
 
 
+def test_what_tells_blocks_which_chunks_to_copy() -> None:
+    """FSDP2's copy of gradients for its reduction has eight bytes for each 2,048 that it writes, and some a tensor."""
+    gradients = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((4096, 1024), (10, 64), (7,))]
+    out = torch.empty(8, 512 * 1024 + 2 * 64 + 1, device="meta")
+    blocks = 512 * 1024 * 4 // 2048 + 1 + 1
+    args = gradients, 0, 8
+    assert taken_on_cuda(aten._chunk_cat.out, (*args, out), (9, 0)) == 8 * (blocks + 6 * 3 + 2)
+    assert taken_on_cuda(aten._chunk_cat.default, args, (9, 0)) == 8 * (blocks // 2 + 1 + 6 * 3 + 2)
+    apart = [torch.empty(8, 8, 2, device="meta")[..., 0]]
+    assert taken_on_cuda(aten._chunk_cat.default, (apart, 0, 8), (9, 0)) is None
+
+
 SUMS = {  # of all values; along rows; few; not contiguous; a device of which it is not known
     "whole": (((4096, 4096), None, (9, 0)), 4 * 528 + 4),
     "rows": (((8192, 4096), [1], (9, 0)), 0),

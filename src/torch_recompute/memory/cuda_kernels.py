@@ -1,8 +1,9 @@
 """Says what kernels of CUDA take while they run, and what cuBLAS keeps, by their sources; no device is asked.
 
 It counts for a GPU that is not at hand, and where an operation alone draws random numbers or would take too long. Each
-formula was compared with the allocator of an H100, to its rounding; those of sums suppose the most multiprocessors that
-a device of a capability has, since the more there are, the more blocks share a sum, each with a part of the result.
+formula but that of chunks was compared with the allocator of an H100, to its rounding; those of sums suppose the most
+multiprocessors that a device of a capability has, since the more there are, the more blocks share a sum, each with a
+part of the result.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ def _name(func: Any) -> str:
 
 
 def taken_on_cuda(func: Any, args: Sequence[Any], capability: tuple[int, int]) -> int | None:
-    """Returns the bytes that a kernel takes on a CUDA device of a capability; None where no formula is known."""
+    """Returns the bytes that a kernel takes on a CUDA device of a capability; None where no formula is known.
+
+    `args` are its positional arguments, and behind them where it writes to.
+    """
     formula = _FORMULAS.get(_name(func))
     return attention(func, args) if formula is None else formula(args, capability)
 
@@ -119,10 +123,24 @@ def _embedding(args: Sequence[Any], _: tuple[int, int]) -> int | None:
     return 48 * count + 4 * (count // 10 + min(count, rows)) * _up(gradient.shape[-1], 32)
 
 
+def _chunk_cat(args: Sequence[Any], _: tuple[int, int]) -> int | None:
+    """The bytes of what tells blocks of 2,048 bytes what to copy (`TensorShape.cu`), as gradients are for FSDP2."""
+    tensors, dim, chunks, out = (*args, args[0][0])[:4]
+    types = {str(one.dtype) for one in (tensors[0], out)}
+    if types not in ({str(out.dtype)}, {"torch.bfloat16", "torch.float32"}) or not all(
+        x.is_contiguous() for x in tensors
+    ):
+        return None
+    rows = [(-(-one.shape[dim] // chunks), math.prod(one.shape[dim + 1 :])) for one in tensors]
+    blocks = sum(-(-size * each * out.dtype.itemsize // 2048) for size, each in rows)
+    return 8 * (6 * len(tensors) + 2 + blocks)
+
+
 _FORMULAS: Mapping[str, Callable[[Sequence[Any], tuple[int, int]], int | None]] = {
     "sum": _sum,
     "mean": _sum,
     "embedding_dense_backward": _embedding,
+    "_chunk_cat": _chunk_cat,
 }
 
 

@@ -114,7 +114,20 @@ def takes_nothing(func: Any, inputs: Any, target: str = "") -> bool:
 def _listed(func: Any, inputs: Any, target: str = "") -> bool | None:
     """Whether results are as fake tensors say, for an operation that takes nothing; None for one not known to."""
     clear, like = _clear(func, target)
-    return clear is None or (clear.get(circumstances(inputs, like)) if clear else None)
+    if not clear:
+        return True if clear is None else None
+    found = circumstances(inputs, like)
+    if found not in clear and like is _ON_CUDA and _of_any_type(func):
+        found = next((one for one in clear if one.rpartition(" ")[2] == found.rpartition(" ")[2]), found)
+    return clear.get(found)
+
+
+@functools.cache
+def _of_any_type(func: Any) -> bool:
+    """Whether CUDA's kernel takes the same for all types: it casts each element in registers, or reads none."""
+    return torch.Tag.pointwise in func.tags or str(func).startswith(
+        ("aten.new_", "aten.empty", "aten.full", "aten.ones")
+    )
 
 
 _Types = Mapping[torch.dtype, torch.dtype]

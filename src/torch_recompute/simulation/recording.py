@@ -274,7 +274,7 @@ def uncounted(unknown: Mapping[str, Unknown], peak: int) -> tuple[tuple[str, ...
         for kind, more in most.items()
     ]
     said += [
-        f"what each of {listed(kinds)} {unasked}: {why}; a copy of its arguments and results would not raise the peak "
+        f"what {'each of ' * (len(kinds) > 1)}{listed(kinds)} {unasked}: {why}; a copy of its arguments and results would not raise the peak "
         f"by {MATTERS:.1%}"
         for why, kinds in little.items()
     ]
