@@ -273,11 +273,10 @@ def uncounted(unknown: Mapping[str, Unknown], peak: int) -> tuple[tuple[str, ...
         f"({errors.size(unknown[kind].nbytes)}) would raise the peak by {more:.1%}"
         for kind, more in most.items()
     ]
-    said += [
-        f"what {'each of ' * (len(kinds) > 1)}{listed(kinds)} {unasked}: {why}; a copy of its arguments and results would not raise the peak "
-        f"by {MATTERS:.1%}"
-        for why, kinds in little.items()
-    ]
+    for why, kinds in little.items():
+        each = "each of " if len(kinds) > 1 else ""
+        what = f"what {each}{listed(kinds)} {unasked}: {why}; a copy of its arguments and results"
+        said.append(f"{what} would not raise the peak by {MATTERS:.1%}")
     named = listed(sorted(most, key=lambda kind: -most[kind])[:3])
     words = (
         f"not counted: what {named} takes while it runs, perhaps {max(most.values()):.1%} of the peak" if most else ""
