@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any
@@ -121,20 +121,15 @@ def _storages(tensor: Any) -> list[int]:
     return [tensor.untyped_storage()._cdata]
 
 
-def operands(operation: Any) -> list[tuple[int, tuple[int, ...]]]:
-    """Of what was last traced of an operation: the storage that each operand is a view or a cast of, and its shape."""
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode
-
-    mode: Any = get_proxy_mode()
-    if mode is None:  # a first pass, in which no graph is made
-        return []
-    node = next(node for node in reversed(mode.tracer.graph.nodes) if node.target is operation)
+def operands(operation: Any, nodes: Sequence[Any]) -> list[tuple[int, tuple[int, ...]]]:
+    """Of an operation and its nodes: what storage each operand is a view or a cast of, and its shape."""
+    made = [node for node in nodes if node.target is operation] or nodes  # others where it is decomposed
     found: list[tuple[int, tuple[int, ...]]] = []
-    for given in node.all_input_nodes:
+    for given in dict.fromkeys(given for node in made for given in node.all_input_nodes if given not in made):
         source = given
         while source.op == "call_function" and len(source.all_input_nodes) == 1:
             source = source.all_input_nodes[0]
-        value, made = given.meta.get("val"), source.meta.get("val")
+        value, tensor = given.meta.get("val"), source.meta.get("val")
         if isinstance(value, torch.Tensor):
-            found.append((_storages(made)[0] if isinstance(made, torch.Tensor) else 0, tuple(value.shape)))
+            found.append((_storages(tensor)[0] if isinstance(tensor, torch.Tensor) else 0, tuple(value.shape)))
     return found

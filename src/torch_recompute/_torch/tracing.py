@@ -1,8 +1,8 @@
 """Regions and saved calls while `torch.compile` traces: what they say, as tags on the operations of the graph.
 
 Dynamo traces `torch.utils.checkpoint` as a call of a subgraph. AOTAutograd runs it under the contexts that come with
-the call, whose policy tags each operation: "save" or "recompute". The partitioner, which splits the joint graph into
-forward and backward, reads the tags. Calls nest, and the innermost says.
+the call, which tag each operation: "save" or "recompute". The partitioner, which splits the joint graph into forward
+and backward, reads the tags. Calls nest, and the innermost says.
 
 Tags are not part of the key of AOTAutograd's cache, the `cache_hash` of the contexts is: two that tag differently need
 two hashes. A view in a saved call is never kept for itself, nor is a cast: both are made again from what they were made
@@ -14,10 +14,10 @@ it is, and each function that is called there is traced on its own, down to the 
 `region.trace`, is marked `within_caller`: it is traced as a part of its callers only, so where it runs at all, the
 region cannot be traced, and it calls the engine.
 
-Private: `ac_graph_id`, the number, set by torch 2.13; where it is not, as in torch 2.11, what passes between modules
-that are recomputed together is kept, and nothing else changes. The graph that is being made, and the fake tensor of a
-parameter in it: without them no product is known to be one with a parameter. How Dynamo treats a function, and the
-callback by which it sees one called.
+Private: `ac_graph_id`, the number: torch 2.13 gives it to the contexts, torch 2.11 writes it onto the subgraph, from
+where the metadata of what runs has it. The graph that is being made, and the fake tensor of a parameter in it: without
+them no product is known to be one with a parameter. How Dynamo treats a function, and the callback by which it sees one
+called.
 """
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
@@ -25,35 +25,20 @@ callback by which it sees one called.
 from __future__ import annotations
 
 import functools
+import itertools
 import types
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import torch
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+import torch.fx.traceback
+from torch.utils.checkpoint import CheckpointPolicy as Policy
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+_C: Any = torch._C
 Contexts = Callable[[], Any]
-Saves = Callable[[Any], bool]
-
-
-class _InChain:
-    """The number of a region in a chain: its own for the first, that of the region before for the others."""
-
-    latest: Any = None
-    first: bool
-    _number: Any = None
-
-    @property
-    def ac_graph_id(self) -> Any:
-        return self._number
-
-    @ac_graph_id.setter
-    def ac_graph_id(self, number: Any) -> None:
-        if self.first:
-            _InChain.latest = number
-        self._number = _InChain.latest
+Saves = Callable[[Any, Sequence[Any]], bool]
 
 
 class _Tags:
@@ -89,34 +74,50 @@ def contexts(name: Callable[[], str], begin: Callable[[], Saves], first: bool | 
 
 
 def _tagged(tags: _Tags) -> Any:
-    saves = tags.begin()
+    """Makes torch's contexts of a region, the first of which tags the nodes of an operation once they are there.
 
-    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        again = getattr(operation, "is_view", False) or str(operation) in _CASTS
-        return CheckpointPolicy.MUST_SAVE if not again and saves(operation) else CheckpointPolicy.PREFER_RECOMPUTE
+    Torch 2.13 tags so, too. Torch 2.11 tags before, when the operands are not known and the outermost says last. What
+    `around` has of nested regions, and `said` of one inside that has no contexts, is there in torch 2.11 alone.
+    """
+    saves, around = tags.begin(), torch.fx.traceback.current_meta.get("ac_graph_id")
 
-    forward, replay = create_selective_checkpoint_contexts(policy)
-    if tags.first is not None:
-        forward.__class__ = type("InChain", (_InChain, type(forward)), {"first": tags.first})
+    def kept(operation: Any, nodes: Sequence[Any]) -> bool:
+        return not (getattr(operation, "is_view", False) or str(operation) in _CASTS) and saves(operation, nodes)
+
+    def dispatch(mode: Any, operation: Any, *given: Any) -> Any:
+        proxies = _C._get_dispatch_mode(_C._TorchDispatchModeKey.PROXY)
+        graph = [] if proxies is None else proxies.tracer.graph.nodes  # in a first pass, no graph is made
+        meta, before = torch.fx.traceback.current_meta, len(graph)
+        said, number = meta.get("recompute"), around or getattr(mode, "ac_graph_id", None) or meta.get("ac_graph_id")
+        _chain[:] = [number] if tags.first else _chain
+        meta["ac_graph_id"] = mode.ac_graph_id = _chain[0] if tags.first is False else number
+        out = plain.__torch_dispatch__(mode, operation, *given)
+        meta["recompute"] = said
+        nodes = [*itertools.islice(reversed(graph), len(graph) - before)][::-1]
+        for node in nodes:
+            node.meta["recompute"] = said or (Policy.MUST_SAVE if kept(operation, nodes) else Policy.PREFER_RECOMPUTE)
+        return out
+
+    forward, replay = create_selective_checkpoint_contexts(lambda _, operation, *args, **kwargs: kept(operation, ()))
+    plain: Any = type(forward)
+    forward.__class__ = type("Tagging", (plain,), {"__torch_dispatch__": dispatch})
     return forward, replay
 
 
+_chain: list[Any] = [None]  # the number of the region that was traced last of those that begin a chain
 _CASTS = ("aten._to_copy.default", "prims.convert_element_type.default")
-SAVED = contexts(lambda: "saved call", lambda: lambda operation: True)
+SAVED = contexts(lambda: "saved call", lambda: lambda operation, nodes: True)
 
 
 def call(fn: Callable[..., Any], args: tuple[Any, ...], tagged: Contexts | None) -> Any:
     """Calls `fn(*args)` with its operations tagged, all as recomputed where `tagged` is None."""
-    if tagged is None:
-        return checkpoint(fn, *args, use_reentrant=False)
-    return checkpoint(fn, *args, use_reentrant=False, context_fn=tagged)
+    return checkpoint(fn, *args, use_reentrant=False, **({} if tagged is None else {"context_fn": tagged}))  # pyright: ignore[reportArgumentType]
 
 
 cut: Counter[str] = Counter()
 """How often each region ran by the engine in compiled code, because something in it could not be compiled."""
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_C: Any = torch._C
 _frames = _C._dynamo.eval_frame
 _strategy, _action = _frames._FrameExecStrategy, _frames._FrameAction
 

@@ -50,12 +50,12 @@ def contexts(module: nn.Module, kept: Sequence[Kept], carry: bool, name: str, fi
     def begin() -> tracing.Saves:
         parameters = compiler.storages_of(module.parameters())
 
-        def saves(operation: Any) -> bool:
+        def saves(operation: Any, nodes: Sequence[Any]) -> bool:
             modules, functions = compiler.called()
             if carry and _name(operation) in DECISIONS:
                 return True
             return any(
-                _is_of(kind, operation, functions, parameters)
+                _is_of(kind, operation, nodes, functions, parameters)
                 for within, kind in kept
                 if within is None or str(id(within)) in modules
             )
@@ -76,7 +76,9 @@ def _code(kind: type[nn.Module]) -> types.CodeType | None:
     return getattr(kind.forward, "__code__", None)
 
 
-def _is_of(kind: str, operation: Any, functions: Iterable[Any], parameters: frozenset[int]) -> bool:
+def _is_of(
+    kind: str, operation: Any, nodes: Sequence[Any], functions: Iterable[Any], parameters: frozenset[int]
+) -> bool:
     """Returns whether an operation is of a kind of `choice.KINDS`, or the kind is empty."""
     if kind in COLLECTIVES:
         return _is_collective(kind, operation)
@@ -88,7 +90,7 @@ def _is_of(kind: str, operation: Any, functions: Iterable[Any], parameters: froz
         return kind == "product"
     if _name(operation) not in PRODUCTS:
         return False
-    operands = compiler.operands(operation)
+    operands = compiler.operands(operation, nodes)
     place = next((i for i, (storage, shape) in enumerate(operands) if storage in parameters and len(shape) > 1), None)
     if place is None or kind == "matmul":
         return (place is None) == (kind == "matmul")
@@ -101,7 +103,7 @@ def _is_of(kind: str, operation: Any, functions: Iterable[Any], parameters: froz
 
 def collectives_saved(kind: str) -> tracing.Contexts:
     """Returns the contexts of a call in which collectives of a kind are saved."""
-    return tracing.contexts(lambda: kind, lambda: lambda operation: _is_collective(kind, operation))
+    return tracing.contexts(lambda: kind, lambda: lambda operation, nodes: _is_collective(kind, operation))
 
 
 def _is_collective(kind: str, operation: Any) -> bool:
