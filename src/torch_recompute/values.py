@@ -357,9 +357,9 @@ def _end_graph() -> None:
 
 def name_of(fn: Any) -> str:
     """Names a function or module for errors."""
-    if isinstance(fn, types.BuiltinFunctionType):
-        return fn.__name__
-    return getattr(fn, "__qualname__", None) or type(fn).__qualname__
+    # Dynamo of torch 2.11 knows no __qualname__ of a function that is made in what it traces.
+    short = isinstance(fn, types.BuiltinFunctionType) or torch.compiler.is_compiling()
+    return str(getattr(fn, "__name__" if short else "__qualname__", None) or type(fn).__qualname__)
 
 
 @tracing.as_it_is

@@ -227,7 +227,7 @@ class Region(ForwardWrapper):
     def __init__(self, module: nn.Module, path: str, choice: Choice, store: Store | None) -> None:
         super().__init__(module, path)
         self.choice = choice
-        self.name = path or type(module).__name__
+        self.name = str(path) or type(module).__name__
         self.store = store
         self._kinds = tuple(keep.calls for keep in choice.kept if keep.calls and not keep.module)
         self._carry = choice.carry
