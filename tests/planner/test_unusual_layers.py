@@ -187,9 +187,8 @@ def test_cudnn_finds_the_memory_of_weights() -> None:
         whole = torch.ops.aten.empty.memory_format([0], device=cuda)
         whole.set_(weight.untyped_storage())
         assert whole.narrow(0, 0, 48).shape == (48,)
-        with pytest.raises(
-            NotImplementedError, match="'CUDA' backend"
-        ):  # it is run, as torch keeps the result for good
+        # It is run, as torch keeps the result for good; a torch that is built for CUDA has it, and no device here.
+        with pytest.raises(RuntimeError, match=r"'CUDA' backend|no NVIDIA driver|no CUDA-capable device"):
             torch.ops.aten._cudnn_init_dropout_state(0.1, True, 3, dtype=torch.uint8, device=cuda)
     assert type(whole) is FakeTensor
     assert whole.untyped_storage()._cdata == weight.untyped_storage()._cdata
