@@ -687,8 +687,15 @@ def test_a_plan_that_is_not_in_the_compiled_graph() -> None:
 @pytest.mark.parametrize("part", ["whole", "layer"])
 def test_watching_breaks_no_graph(part: str) -> None:
     """A compiled model that is watched is compiled in one piece, as without, and its steps are seen."""
+
+    class Normed(nn.Sequential):
+        """Compiled alone, as a layer, a module of torch.nn itself stays uncompiled: its code is of torch."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)
+
     torch._dynamo.reset()
-    model: Any = stack(lambda: nn.Sequential(nn.Linear(SIZE, SIZE), nn.BatchNorm1d(32)))
+    model: Any = stack(lambda: Normed(nn.Linear(SIZE, SIZE), nn.BatchNorm1d(32)))
     if part == "whole":
         model = torch.compile(model, backend="eager", fullgraph=True)
     else:
