@@ -43,6 +43,17 @@ SPLIT = ("InterleavedZeroBubble", *BACK)  # backward in two halves
 SCHEDULES = (*ONE, "LoopedBFS", "Interleaved1F1B", *SPLIT)
 
 
+def _with_others(stage: Any, neighbors: Callable[[Any], Any] = PipelineStage._get_init_p2p_neighbors_ops) -> list[Any]:
+    """What torch 2.11 sends before the first step, but for what a rank with two stages in a row sends to itself.
+
+    Such a message is one of NCCL's. Gloo, which has no connection of a rank with itself, stops at it.
+    """
+    return [op for op in neighbors(stage) if op.group_peer != stage.group_rank]
+
+
+PipelineStage._get_init_p2p_neighbors_ops = _with_others  # type: ignore[method-assign]
+
+
 class Layer(nn.Module):
     """Norm, experts chosen by a router, dropout, residual; it notes its runs and what its replays were told."""
 
