@@ -66,7 +66,8 @@ def through(folder: str, dies: bool, planned: bool = True) -> tuple[list[torch.T
     store = OnDisk(folder, ahead=0)
     if planned:
         apply(model, Plan(tuple(Choice((str(n),), store="disk") for n in range(4))), stores={"disk": store})
-    wrapped = DistributedDataParallel(model, process_group=dist.new_group(timeout=PATIENCE))
+    # The processes after a death are new: what they import at first may take longer than a patience for the dead one.
+    wrapped = DistributedDataParallel(model, process_group=dist.new_group(timeout=PATIENCE if dies else None))
     # A run reads what it has written: each has inputs of its own, so that those of the dead one would show.
     seed = dist.get_rank() + 2 * dies
     loss = wrapped(torch.randn(512, WIDTH, generator=torch.Generator().manual_seed(seed))).square().sum()
