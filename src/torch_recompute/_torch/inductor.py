@@ -1,8 +1,8 @@
 """Inductor's generated code without its kernels: in which order a graph's buffers are allocated, reused and freed.
 
 Private: `torch._inductor.graph.GraphLowering` and the step around it in `compile_fx`, the names in the Python that it
-writes, and the pass over its schedule (`_post_fusion_custom_pass`). Run on torch 2.13, 2.14.1 and 2.15; where one of
-these is missing or other, `generated` raises, and the caller counts in the graph alone.
+writes, and the pass over its schedule (`_post_fusion_custom_pass`). Run on torch 2.11, 2.13, 2.14.1 and 2.15; where one
+of these is missing or other, `generated` raises, and the caller counts in the graph alone.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false
@@ -33,7 +33,7 @@ _active_modes: Callable[[], list[Any]] = _python_dispatch._get_current_dispatch_
 BackendError: type[Exception] = torch._dynamo.exc.TorchDynamoException
 """What Dynamo raises, be it about the code that it traces or from a backend."""
 
-_PASS: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)
+_PASS: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)  # torch 2.11 calls any callable
 _COMPILER = "from torch._inductor.async_compile import AsyncCompile"
 
 
@@ -61,17 +61,20 @@ class InOrder(_PASS):
                 todo += [(node, True), *((maker[name], False) for name in reversed(needs) if maker[name] is not node)]
         return list(found)
 
+    def __init__(self) -> None:
+        self.version = 1  # torch 2.11 pickles the pass for the key of a cache; later ones ask for the `uuid`
+
     def uuid(self) -> str:
         """The part of the caches' keys that is about this."""
-        return "torch_recompute.InOrder 1"
+        return f"torch_recompute.InOrder {self.version}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> InOrder:
         return self
 
 
 def in_order() -> dict[str, Any]:
-    """The option of `torch.compile` that keeps kernels in the order of the graph; empty where torch has none."""
-    return {} if _PASS is object else {"_post_fusion_custom_pass": InOrder()}
+    """The option of `torch.compile` that keeps kernels in the order of the graph."""
+    return {"_post_fusion_custom_pass": InOrder()}
 
 
 class _Text(BaseException):

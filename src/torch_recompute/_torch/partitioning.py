@@ -2,7 +2,7 @@
 
 Private: `torch._inductor.custom_graph_pass.CustomPartitionerFn` (since torch 2.9; without it there is no way in, and
 the import fails), `torch._functorch.partitioners.min_cut_rematerialization_partition`, the names of inductor's
-operations for random numbers, and `node.meta`. Run on torch 2.13, 2.14.1 and 2.15.
+operations for random numbers, and `node.meta`. Run on torch 2.11, 2.13, 2.14.1 and 2.15.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false
