@@ -52,9 +52,7 @@ def contexts(module: nn.Module, kept: Sequence[Kept], carry: bool, name: str, fi
 
         def saves(operation: Any, nodes: Sequence[Any]) -> bool:
             modules, functions = compiler.called()
-            if carry and _name(operation) in DECISIONS:
-                return True
-            return any(
+            return (carry and _name(operation) in DECISIONS) or any(
                 _is_of(kind, operation, nodes, functions, parameters)
                 for within, kind in kept
                 if within is None or str(id(within)) in modules
@@ -76,9 +74,7 @@ def _code(kind: type[nn.Module]) -> types.CodeType | None:
     return getattr(kind.forward, "__code__", None)
 
 
-def _is_of(
-    kind: str, operation: Any, nodes: Sequence[Any], functions: Iterable[Any], parameters: frozenset[int]
-) -> bool:
+def _is_of(kind: str, operation: Any, nodes: Any, functions: Iterable[Any], parameters: frozenset[int]) -> bool:
     """Returns whether an operation is of a kind of `choice.KINDS`, or the kind is empty."""
     if kind in COLLECTIVES:
         return _is_collective(kind, operation)
