@@ -398,6 +398,18 @@ def test_a_graph_behind_an_attribute_is_walked() -> None:
     assert the_row(kept, kind="escaped").held_by == ("loss",)
 
 
+def test_a_node_without_its_graph_keeps_nothing() -> None:
+    """A node that is put aside without the tensor may be gone while its object is left; nothing fails."""
+
+    class Aside(nn.Module):
+        def forward(self, x: torch.Tensor) -> list[Any]:
+            self.node = Stash.apply(x.detach().requires_grad_()).grad_fn
+            return [(x + 1).sin(), self.node]
+
+    kept = saved_activations(Aside(), (leaf(),))
+    assert BLOCK in {row.bytes for row in kept.rows if row.saved_by == ("SinBackward0 (self)",)}
+
+
 def test_a_result_of_any_class_leads_to_its_graph() -> None:
     """Tensors are found in a result that is no pytree."""
 

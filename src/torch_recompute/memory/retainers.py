@@ -68,6 +68,14 @@ class Hold:
         self.about = tuple(map(int, tensor.shape)), dtype, str(tensor.device)
 
 
+def _name_of(node: Node) -> str:
+    """The name of a node; before torch 2.12, of one that is gone though an object is left of it, that of its class."""
+    try:
+        return node.name()
+    except RuntimeError:
+        return type(node).__name__
+
+
 class Retainers:
     """Finds who keeps which storage: `of`, by `id` of the storage's Python object. It holds the graph it has seen."""
 
@@ -86,7 +94,7 @@ class Retainers:
         """Looks at every node that can be reached from its starts and that it has not seen."""
         while self._queue:
             node = self._queue.popleft()
-            label = node.name().removeprefix("torch::autograd::")
+            label = _name_of(node).removeprefix("torch::autograd::")
             for attribute in dir(node):
                 if attribute.startswith("_raw_saved_"):
                     field = attribute.removeprefix("_raw_saved_")
@@ -97,7 +105,8 @@ class Retainers:
             for name, value in getattr(node, "__dict__", {}).items():
                 for tensor, _ in self._search(value):
                     self.note(tensor, "stashes", f"ctx.{name} of {label}")
-            self._enqueue(following for following, _ in node.next_functions if following is not None)
+            with contextlib.suppress(RuntimeError):  # the node is gone
+                self._enqueue(following for following, _ in node.next_functions if following is not None)
 
     def _enqueue(self, nodes: Iterable[Node]) -> None:
         for node in nodes:
@@ -381,5 +390,5 @@ def _name(holder: Any, child: Any, path: str, names: Callable[[nn.Module], str])
     if isinstance(holder, types.ModuleType):
         return f"global '{key}' of {holder.__name__}{rest}", True
     if isinstance(holder, Node):
-        return f"ctx.{key} of {holder.name()}{rest}", True
+        return f"ctx.{key} of {_name_of(holder)}{rest}", True
     return f"{type(holder).__qualname__}.{key}{rest}", True
