@@ -711,8 +711,7 @@ def _plan_ranks(args: argparse.Namespace, layout: Layout, output: Output) -> int
     """Plans a step that is spread over ranks, or answers what else is asked of it; 0 when there is an answer."""
     asked = _OnRanks(args, layout, output)
     layout = asked.layout
-    if args.budget is not None:
-        _check_rank_states(asked)
+    _check_rank_states(asked)
     if args.recompute is not None:
         return _show_rank_peaks(asked)
     if args.longest or args.largest_batch:
@@ -736,8 +735,11 @@ def _plan_ranks(args: argparse.Namespace, layout: Layout, output: Output) -> int
 
 def _check_rank_states(asked: _OnRanks) -> None:
     """Refuses a budget that is below what a rank of a pipeline holds of weights, gradients and states on average."""
-    wanted, ranks, word = read_budget(asked.args.budget), asked.layout.ranks, asked.args.optimizer
-    if wanted.bytes is None or ranks.shares_experts:
+    args, ranks = asked.args, asked.layout.ranks
+    if args.budget is None or ranks.shares_experts:
+        return
+    wanted, word = read_budget(args.budget), args.optimizer
+    if wanted.bytes is None:
         return
     shared = states_of(asked.model.parameters(), OPTIMIZERS[word] if ranks.fully_sharded else None)
     if word == "adamw" and not ranks.fully_sharded:  # Megatron's: two moments, and a copy of weights of 16 bits
@@ -746,7 +748,7 @@ def _check_rank_states(asked: _OnRanks) -> None:
     least = shared.total() // (ranks.tp * ranks.pp * ranks.shards)
     if wanted.bytes < least:
         raise errors.BudgetError(
-            f"budget={wanted.said} is too small for what a rank of {ranks} holds of {asked.args.model} whatever is "
+            f"budget={wanted.said} is too small for what a rank of {ranks} holds of {args.model} whatever is "
             f"recomputed: weights, gradients and states are {errors.size(least, up=True)} ({least} bytes) on average. "
             "No plan lowers these.\n"
             "  Write a budget above them, or more ranks of --tp, --pp, or those that share states (--dp, --fsdp).",
