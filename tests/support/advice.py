@@ -35,6 +35,7 @@ def printed_code_runs(write: str, names: dict[str, Any]) -> None:
         changed = dict(known)
         torch.manual_seed(0)
         exec(compile(code, "written.py", "exec"), changed)
+        torch.use_deterministic_algorithms(False)  # which advice may turn on
         argument = re.fullmatch(r"(\w+)=[^=].*", code)
         if argument:  # of a call that is named beside it
             assert any(argument[1] in inspect.signature(call).parameters for call in TAKING), code
