@@ -294,8 +294,11 @@ def test_the_longest_sequence(llama: str, tmp_path: Path, capsys: pytest.Capture
     assert any("more than the 512 positions" in note for note in found["notes"]) == (found["most"] > 512)
 
 
-def test_the_longest_of_ranks_that_share_a_sequence(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_longest_of_ranks_that_share_a_sequence(
+    llama: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The most is of whole sequences, of which each rank holds its part; so are the lengths with seconds."""
+    monkeypatch.setattr("torch_recompute.planner.longest.SIZES", 1)
     argv = [llama, "--cp", "2", "--zero", "3", "--budget", "800KiB", "--device", "cpu", "--sequence", "64"]
     found = document(capsys, *argv, "--longest")
     sizes = [Plan.from_json(json.dumps(found["plan"])).sizes[-1].shape, tuple(found["points"][-1]["shape"])]

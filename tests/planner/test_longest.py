@@ -87,7 +87,7 @@ def test_the_most_under_configurations(along: bool | str) -> None:
 
 def test_the_most_of_a_configuration_in_tiles() -> None:
     """Where tiles and host memory are allowed, the most is that of the configuration with them."""
-    words: dict[str, Any] = {"recompute": "full", "budget": 300 * 2**10, "longest": True, **STEP}
+    words: dict[str, Any] = {"recompute": "full", "budget": 250 * 2**10, "longest": True, **STEP}
     plain, tiled, hosted = (
         peaks(model(2), sequence(), **words, **more)[0] for more in ({}, {"tiles": True}, {"offload": True})
     )

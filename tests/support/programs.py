@@ -834,6 +834,7 @@ class Plain(Mode):
     def __init__(self) -> None:
         super().__init__()
         self.depth = 0
+        self._hooked = 0  # how many regions there are around hooks that the program has entered
         self.replays: Counter[str] = Counter()
         self.changed: set[str] = set()
         self._watched: list[tuple[str, torch.Tensor, int]] = []
@@ -867,6 +868,8 @@ class Plain(Mode):
 
         def call(*args: Any, **kwargs: Any) -> Any:
             depth, self.depth = self.depth, 0
+            if self._hooked:  # in hooks that a region's function enters, nothing is kept by the library
+                self.replays[getattr(fn, "__name__", "")] += depth
             handed = [(t, t._version) for t in _tensors_in((args, kwargs, _cells(fn)))] if depth else []
             try:
                 result = fn(*args, **kwargs)
@@ -879,6 +882,15 @@ class Plain(Mode):
             return result
 
         return call
+
+    @contextlib.contextmanager
+    def _copies(self) -> Iterator[None]:
+        before, self._hooked = self._hooked, self.depth
+        try:
+            with copies():
+                yield
+        finally:
+            self._hooked = before
 
     def _may_replay(self, fn: Any) -> None:
         self.replays[getattr(fn, "__name__", "")] += self.depth
@@ -900,6 +912,7 @@ class Plain(Mode):
         return super().names() | {
             "recompute": self.recompute,
             "no_recompute": self.no_recompute,
+            "copies": self._copies,
             "replay": replay,
             "save_for_recompute": save_for_recompute,
             "get_recompute_data": None,
