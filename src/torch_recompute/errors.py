@@ -178,6 +178,15 @@ def no_effect(field: str, value: object, why: str, write: str) -> str:
     return f"{field}={value!r} would have no effect: {why}.\n  {write}, or leave {field} out."
 
 
+def changed_saved(region: str, was: int, now: int) -> str:
+    """Text for a saved tensor that was changed in place; the first words are autograd's own."""
+    return (
+        "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+        f"saved in {region} is at version {now}; expected version {was} instead.\n"
+        "  Use the out-of-place form of the operation that changes it."
+    )
+
+
 def changed_input(region: str, label: str, was: int, now: int) -> str:
     """Text for a region's input that was changed in place."""
     return (

@@ -197,6 +197,22 @@ def test_what_a_kernel_writes_after_it_is_saved_is_stored(store: Callable[[], St
     assert torch.equal(gradient(ours), gradient(lambda x: slopes(x.exp()).square()))
 
 
+@pytest.mark.parametrize("inside", [True, False], ids=["in a region", "outside"])
+@pytest.mark.parametrize("store", STORES.values(), ids=STORES)
+def test_what_a_call_changes_after_it_is_saved_raises(store: Callable[[], Store], inside: bool) -> None:
+    """A saved tensor that the call itself changes in place is no other gradient: backward raises, as plain PyTorch."""
+
+    def changing(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        return y.add_(y.cos()).sin()
+
+    stored = no_recompute(changing, store=store())
+    x = torch.linspace(-1, 1, 64, requires_grad=True)
+    for fn in (changing, recompute(lambda x: stored(x.exp())) if inside else stored):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            fn(x).sum().backward()
+
+
 def test_every_input_is_put_once() -> None:
     """Positional, keyword and nested tensors and those in closures are put once each; parameters are not."""
     store, weight = Noted(), nn.Parameter(torch.ones(2))

@@ -73,7 +73,7 @@ CORE = (
     *("region", "__init__"),
 )
 # Code lines by tokenizer (no docstring, comment or blank line), so that neither splitting nor squeezing gains anything.
-MOST_CODE_OF_CORE = 3_908
+MOST_CODE_OF_CORE = 3_913
 
 # The files of `plan` that look at a model. The others plan on plain data, without torch.
 PLAN_FILES_WITH_TORCH = {
@@ -93,7 +93,7 @@ WINGS = {
     "around": {"compat", "distributed", "integrations", "doctor", "testing", "__init__"},
     "commands": {"commands", "report", "__main__"},
 }
-MOST_CODE_LINES = {"core": 6_800, "planning": 17_930, "around": 4_508, "commands": 4_363, "tests": 39_428}
+MOST_CODE_LINES = {"core": 6_800, "planning": 17_930, "around": 4_508, "commands": 4_363, "tests": 39_439}
 MOST_FILES, MOST_LONG_FUNCTIONS, LONGEST_FUNCTION, MOST_NAMES_TWICE = 179, 5, 50, 4
 LONG_FUNCTION = 40  # lines without the docstring
 

@@ -85,15 +85,6 @@ def lend(packed: Any) -> torch.Tensor:
     return tensor
 
 
-def _changed_saved(region: str, was: int, now: int) -> str:
-    """Text for a saved tensor that was changed in place; the first words are autograd's own."""
-    return (
-        "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
-        f"saved in {region} is at version {now}; expected version {was} instead.\n"
-        "  Use the out-of-place form of the operation that changes it."
-    )
-
-
 @as_it_is
 def unpack(packed: Any) -> torch.Tensor:
     """The unpack hook of every region, replay and saved call."""
@@ -106,7 +97,7 @@ def unpack(packed: Any) -> torch.Tensor:
                 seen = torch.compiler.is_dynamo_compiling() or compiler_at_work() is not None
                 tensor = unseen(owner.rebuild, packed) if seen else owner.rebuild(packed)
         if tensor._version != packed.version:
-            raise errors.ChangedError(_changed_saved(owner.name, packed.version, tensor._version))
+            raise errors.ChangedError(errors.changed_saved(owner.name, packed.version, tensor._version))
         if owner.streams and packed.stream is not None:  # a tensor on the CPU has none
             wait_for(packed.stream, tensor)
         if owner.transient:
@@ -115,6 +106,6 @@ def unpack(packed: Any) -> torch.Tensor:
     if kind is tuple:
         tensor, version = packed
         if tensor._version != version:
-            raise errors.ChangedError(_changed_saved("a region", version, tensor._version))
+            raise errors.ChangedError(errors.changed_saved("a region", version, tensor._version))
         return tensor
     return packed.open() if kind is Kept else packed

@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from .. import errors
+from .._torch import version_of
 from .._torch.tensors import wants_grad
 
 
@@ -71,9 +72,10 @@ class Kept:
         tensor: The tensor.
         region: Who puts it there.
         later: Whether it waits for `put`: some kernels write to what autograd has saved before they run (`rrelu`).
+            What is changed in place meanwhile is gone, and opening it raises, as plain PyTorch does.
     """
 
-    __slots__ = ("_grad", "_handle", "_meta", "_region", "_store", "_tensor")
+    __slots__ = ("_grad", "_handle", "_meta", "_region", "_store", "_tensor", "_versions")
 
     def __init__(self, store: Store, tensor: torch.Tensor, region: str, later: bool = False) -> None:
         self._store = store
@@ -82,12 +84,14 @@ class Kept:
         self._grad = wants_grad(tensor)
         self._tensor: torch.Tensor | None = tensor
         self._handle: Any = None
+        self._versions = version_of(tensor), version_of(tensor)
         if not later:
             self.put()
 
     def put(self) -> None:
         """Puts the tensor into the store."""
         if self._tensor is not None:
+            self._versions = self._versions[0], version_of(self._tensor)
             self._handle, self._tensor = self._store.put(self._tensor), None
 
     def open(self) -> torch.Tensor:
@@ -95,7 +99,10 @@ class Kept:
 
         Raises:
             StoreError: The store returned something else than it was given.
+            ChangedError: The tensor was changed in place before it was put.
         """
+        if self._versions[0] != self._versions[1]:
+            raise errors.ChangedError(errors.changed_saved(self._region, *self._versions))
         tensor: Any = self._store.get(self._handle) if self._tensor is None else self._tensor
         if not isinstance(tensor, torch.Tensor) or (tensor.shape, tensor.dtype, tensor.device) != self._meta:
             shape, dtype, device = self._meta
