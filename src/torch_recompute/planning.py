@@ -458,9 +458,9 @@ def peaks(
     with at_work(f"simulating {type(model).__name__}"):
         if not longest:
             return peaks_of(step, plans, leave)
-        from .planner.longest import LongestStated
+        from .planner.longest import Longest
 
-        return ConfiguredSteps(LongestStated(step, leave, budget, _in_batches("peaks", longest)).find(plans))
+        return ConfiguredSteps(Longest(step, budget, leave, _in_batches("peaks", longest)).stated(plans))
 
 
 _Budget = int | float | str

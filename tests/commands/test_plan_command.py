@@ -19,7 +19,7 @@ from torch_recompute.commands import cli, output
 from torch_recompute.commands.models import PRESETS, batch_for, load
 from torch_recompute.planner.configurations import PEAK_WORDS
 from torch_recompute.planner.layout import LayoutPlanner
-from torch_recompute.planner.longest import Longest, LongestOnRanks, LongestStated
+from torch_recompute.planner.longest import Longest, LongestOnRanks
 
 
 def block() -> nn.Module:
@@ -348,7 +348,7 @@ def test_an_interrupted_search_says_what_fits(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Longest, "plan", plan)
-    monkeypatch.setattr(LongestStated, "find", lambda self, plans: plan(self))
+    monkeypatch.setattr(Longest, "stated", lambda self, plans: plan(self))
     argv = ["plan", "this_test:pair", "--largest-batch", "--budget", "1MiB", "--device", "h100"]
     assert cli.main(argv) == output.INTERRUPTED
     assert "interrupted: 1,500 items in a batch fit, with a peak of 3.00 MiB" in capsys.readouterr().out
@@ -494,7 +494,7 @@ def test_a_budget_below_the_weights(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setattr("torch_recompute.commands.plan.Planner", lambda *_, **__: pytest.fail("simulated"))
     monkeypatch.setattr("torch_recompute.commands.plan.peaks_of", lambda *_, **__: pytest.fail("simulated"))
     monkeypatch.setattr(Longest, "plan", lambda *_: pytest.fail("simulated"))
-    monkeypatch.setattr(LongestStated, "find", lambda *_: pytest.fail("simulated"))
+    monkeypatch.setattr(Longest, "stated", lambda *_: pytest.fail("simulated"))
     for asked in ([], ["--largest-batch"], ["--largest-batch", "--recompute", "full"]):
         assert cli.main([*argv, str(weights - 1), *asked]) == cli.TOO_SMALL
         said = capsys.readouterr().err

@@ -1378,7 +1378,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
             recompute=["full"], frontier=False, out=None, budget="1GiB", longest=False, largest_batch=False
         )
     ),
-    lambda: plan_command._most_asked(
+    lambda: plan_command._search_of(
         types.SimpleNamespace(longest=True, model="vit-h"),  # type: ignore[arg-type]
         models.AskedStep(nn_linear(), kwargs={"pixel_values": vector()}, built_here=True),
     ),

@@ -89,7 +89,7 @@ def _tagged(tags: _Tags) -> Any:
         graph = [] if proxies is None else proxies.tracer.graph.nodes  # in a first pass, no graph is made
         meta, before = torch.fx.traceback.current_meta, len(graph)
         said, number = meta.get("recompute"), around or getattr(mode, "ac_graph_id", None) or meta.get("ac_graph_id")
-        _chain[:] = [number] if tags.first else _chain
+        _chain[0] = number if tags.first else _chain[0]
         meta["ac_graph_id"] = mode.ac_graph_id = _chain[0] if tags.first is False else number
         out = plain.__torch_dispatch__(mode, operation, *given)
         meta["recompute"] = said

@@ -43,7 +43,7 @@ from ..planner.layout import (
     plan_of_shard,
     step_seconds,
 )
-from ..planner.longest import Longest, LongestOnRanks, LongestStated, LongestStatedOnRanks, Search
+from ..planner.longest import Longest, LongestOnRanks, Search
 from ..planner.planner import Planner
 from ..planner.profile import Profile
 from ..planner.sent import Sent, unknown_network
@@ -390,12 +390,10 @@ def _show_peaks(args: argparse.Namespace, output: Output) -> int:
         step = AskedStep.asked(args)
     plans = configurations("--recompute", args.recompute, step)
     models.check_regions(step.layers, plans)
-    search = LongestStated(step, step.leave, *_most_asked(args, step), dashes="--") if args.budget else None
-    if args.budget:
-        _check_states(step, args.budget)
+    search = _search_of(args, step) if args.budget else None
     found: Sequence[ConfiguredStep] = ()
     with models.autocasting(step.model, args.autocast), _interruptible(search), output.at_work(f"simulating {step}"):
-        found = peaks_of(step, plans, step.leave, "--") if search is None else search.find(plans)
+        found = peaks_of(step, plans, step.leave, "--") if search is None else search.stated(plans)
     found = ConfiguredSteps(search.steps if search else found)
     notes = _notes_on_most(args, step, *(one.most for one in found))
 
@@ -421,10 +419,7 @@ def _find_longest(args: argparse.Namespace, output: Output) -> int:
     """Finds the longest sequence or the largest batch; where it is interrupted, the most that is known to fit."""
     with output.at_work(f"building {args.model}"):
         step = AskedStep.asked(args)
-    budget, batch, most = _most_asked(args, step)
-    _check_states(step, budget)
-    search = Longest(step, budget, step.leave, batch, most)
-    plan = None
+    search, plan = _search_of(args, step), None
     with (
         models.autocasting(step.model, args.autocast),
         _interruptible(search),
@@ -478,14 +473,15 @@ def _interrupted(search: Search, name: str = "") -> str:
     return f"interrupted: {search.found:,} {search.what} fit, {peak}; whether more do is not known"
 
 
-def _most_asked(args: argparse.Namespace, step: AskedStep) -> tuple[str, bool, int | None]:
-    """Returns what a search is asked: the budget, whether for a batch, and the most that the model takes."""
+def _search_of(args: argparse.Namespace, step: AskedStep) -> Longest:
+    """Returns the search that a command line asks for; refuses that of tokens where there are none, or no room."""
     if args.longest and step.built_here and "input_ids" not in step.kwargs:
         raise errors.ArgumentError(
             f"--longest is a number of tokens, and {args.model} takes {next(iter(step.kwargs))}. Write --largest-batch."
         )
+    _check_states(step, args.budget)
     most = models.most_tokens(step.model) if args.longest and step.built_here else None
-    return args.budget, args.largest_batch, most
+    return Longest(step, args.budget, step.leave, args.largest_batch, most, dashes="--")
 
 
 def _notes_on_most(args: argparse.Namespace, step: AskedStep, *found: int) -> list[str]:
@@ -680,12 +676,14 @@ class _OnRanks:
         """The length, or the size of a microbatch, that a search begins with."""
         return self.layout.mbs if self.args.largest_batch else self.tokens
 
-    def most_asked(self) -> tuple[Callable[[Any, int], Any], str, bool, int | None]:
-        """Returns what a search is asked: how ranks are made, the budget, whether for a batch, and the model's most."""
+    def search(self) -> LongestOnRanks:
+        """Returns the search that a command line asks for."""
         args = self.args
         most = models.most_tokens(self.model) if args.longest else None
         size = "mbs" if args.largest_batch else "tokens"
-        return lambda kind, length: self.ranks(kind, **{size: length}), args.budget, args.largest_batch, most
+        return LongestOnRanks(
+            lambda kind, length: self.ranks(kind, **{size: length}), args.budget, args.largest_batch, most
+        )
 
     def give(self, found: dict[str, Any], show: Callable[[Console], None], *more: str) -> int:
         """Prints what was found, below what the step is and `more` notes, or as a JSON document beside it."""
@@ -772,13 +770,13 @@ def _show_rank_peaks(asked: _OnRanks) -> int:
     plans = configurations("--recompute", args.recompute, ranks.step)
     models.check_regions(asked.layers, plans)
     plans = stated(plans, models.leave_of(args), "--")
-    search = LongestStatedOnRanks(*asked.most_asked()) if args.budget else None
+    search = asked.search() if args.budget else None
     found: Sequence[ConfiguredLayout] = ()
     with _interruptible(search), asked.output.at_work(f"simulating {args.model} on {asked.layout}"):
         if search is None:
             found = [ranks.configured(name, plan) for name, plan in plans.items()]
         else:
-            search.find(plans, asked.start)
+            search.stated(plans, asked.start)
     found = search.steps if search else found
 
     def show(console: Console) -> None:
@@ -822,7 +820,7 @@ def _show_rank_curve(asked: _OnRanks, planner: LayoutPlanner) -> int:
 
 def _find_longest_on_ranks(asked: _OnRanks) -> int:
     """Finds the longest sequence, or the largest microbatch, that every rank's budget holds."""
-    args, layout, search = asked.args, asked.layout, LongestOnRanks(*asked.most_asked())
+    args, layout, search = asked.args, asked.layout, asked.search()
     points: list[tuple[int, Sequence[RankPlan]]] = []
     with _interruptible(search), asked.output.at_work(f"looking for the most of {args.model} on {layout}"):
         points = search.plans(asked.start)

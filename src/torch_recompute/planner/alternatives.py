@@ -17,14 +17,14 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from .. import _torch, errors
-from .._text import doing, listed
+from .._text import doing
 from ..memory.budget import Limit, no_plan_fits
 from ..plan.apply import apply
 from ..plan.plan import Plan
 from ..plan.ranks import Ranks
 from ..simulation import Simulation, simulate_step
 from ..training_step import OPTIMIZERS, USUAL, TrainingStep
-from .configurations import made_of
+from .configurations import largest_parts, made_of
 from .hosts import HostApart, Leave
 from .layout import LayoutPlanner
 from .planner import Planner
@@ -179,10 +179,8 @@ def _peak(step: TrainingStep, plan: Plan) -> int:
 
 def held_by(simulation: Simulation) -> str:
     """Returns what the peak of a step is made of, in words, the most first, without what is less than a hundredth."""
-    parts = sorted(made_of(simulation).items(), key=lambda part: -part[1])
-    worth = [f"{errors.size(nbytes)} {name}" for name, nbytes in parts if 100 * nbytes >= simulation.peak_bytes]
     phase = {"optimizer": "the optimizer's step"}.get(simulation.peak.phase, simulation.peak.phase)
-    return f"{listed(worth)}, in {phase}"
+    return f"{largest_parts(made_of(simulation), simulation.peak_bytes)}, in {phase}"
 
 
 def in_words(found: Sequence[Alternative], budget: int | None, *, option: bool) -> list[str]:

@@ -209,6 +209,12 @@ def made_of(found: Simulation) -> dict[str, int]:
     }
 
 
+def largest_parts(parts: Mapping[str, int], peak: int) -> str:
+    """Returns parts of a peak in words, the largest first, without those below a hundredth of it."""
+    ordered = sorted(parts.items(), key=lambda part: -part[1])
+    return listed([f"{errors.size(nbytes)} {name}" for name, nbytes in ordered if 100 * nbytes >= peak])
+
+
 def parts_as_data(parts: Mapping[str, int]) -> dict[str, int]:
     """Returns the parts of a peak as they are named in JSON."""
     return {f"{name.replace(' ', '_')}_bytes": nbytes for name, nbytes in parts.items()}

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from .. import errors
-from .._text import listed, table
+from .._text import table
 from .._torch.fakes import host_of
 from ..devices import Device
 from ..memory.budget import Limit
@@ -36,7 +36,7 @@ from ..plan.plan import Plan
 from ..plan.ranks import Ranks
 from ..simulation.step import simulate_step, where_it_runs
 from ..training_step import OPTIMIZERS, TrainingStep, any_loss
-from .configurations import NO_WAITS, PEAK_WORDS, made_of, parts_as_data
+from .configurations import NO_WAITS, PEAK_WORDS, largest_parts, made_of, parts_as_data
 from .hosts import NO_LEAVE, Leave
 from .pipeline import Budget, PipelinePlanner, PipelineRank, PipelineStages, RankPlanner, paths_of_layers
 from .planner import Planner
@@ -155,9 +155,7 @@ class RankPlan:
     @property
     def held_words(self) -> str:
         """The parts of the peak in words, the largest first, without those below a hundredth; and where it is."""
-        parts = sorted(self.made_of.items(), key=lambda part: -part[1])
-        worth = [f"{errors.size(nbytes)} {name}" for name, nbytes in parts if 100 * nbytes >= self.peak_bytes]
-        return f"{listed(worth)}, on rank {self.rank} {self.where}"
+        return f"{largest_parts(self.made_of, self.peak_bytes)}, on rank {self.rank} {self.where}"
 
     def as_data(self) -> dict[str, Any]:
         """The figures as plain data."""

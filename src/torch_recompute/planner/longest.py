@@ -28,7 +28,6 @@ from ..memory.budget import Budget, Limit, bytes_meant, read_budget
 from ..memory.free import free_bytes
 from ..plan.apply import apply
 from ..plan.plan import Plan
-from ..plan.ranks import Ranks
 from ..plan.sizes import parameters
 from ..simulation import simulate_step
 from ..training_step import TrainingStep
@@ -61,7 +60,7 @@ class Batches(Lengths):
 
 
 @dataclass
-class Search:
+class Search(ABC):
     """The search for the most that a budget holds.
 
     Attributes:
@@ -74,6 +73,7 @@ class Search:
         best_peak_bytes: Its peak.
         interrupted: Set from outside to end the search before its next simulation. Python drops a `KeyboardInterrupt`
             that comes while a weak reference calls back, of which a simulation has thousands.
+        steps: Of configurations, those that are done: the step under each, with the most that the budget holds.
     """
 
     budget: object
@@ -84,6 +84,7 @@ class Search:
     best: int = field(default=0, init=False)
     best_peak_bytes: int = field(default=0, init=False)
     interrupted: bool = field(default=False, init=False)
+    steps: tuple[Any, ...] = field(default=(), init=False)
     of_a_batch: ClassVar[str] = "items in a batch"
 
     @property
@@ -95,12 +96,6 @@ class Search:
     def found(self) -> int:
         """The tokens of a whole sequence, or the items of a batch, that are known to fit so far."""
         return self.best * self.shared
-
-    def share_of(self, ranks: Ranks) -> None:
-        """Looks for the length of what one of the ranks that share a sequence holds."""
-        if not self.batch:
-            self.shared, self.grain = ranks.cp, ranks.divides_tokens // ranks.cp
-            self.most = self.most and self.most // ranks.cp
 
     def asked(self) -> Budget:
         """Reads the budget.
@@ -115,6 +110,64 @@ class Search:
                 '  Write bytes, such as budget="80GB", or "fit".'
             )
         return asked
+
+    def _stated(self, plans: Mapping[str, Plan], start: int, allowed: Limit) -> tuple[Any, ...]:
+        """Searches from a length under each configuration; returns the steps with the most that fits, their `most`.
+
+        Raises:
+            BudgetError: Not one token, or not one item, fits under one of them.
+        """
+        for name, plan in plans.items():
+            self.best = self.best_peak_bytes = 0
+            fits: list[Any] = []
+
+            def peak_of(length: int, name: str = name, plan: Plan = plan, fits: list[Any] = fits) -> Peak:
+                one, held = self._configured(name, plan, length)
+                if one.peak_bytes <= allowed:
+                    fits[:] = [one]
+                return one.peak_bytes, f"{held}, with {name}"
+
+            self.search(peak_of, allowed, start)
+            self.steps += (replace(fits[0], most=self.found),)
+        return self.steps
+
+    def _planned(self, start: int, plan: Plan, allowed: Limit) -> Any:
+        """Searches from a length, under the plan that keeps the least there; returns plans for the most that fits.
+
+        Raises:
+            BudgetError: Not one token, or not one item, fits.
+        """
+        for _ in range(ROUNDS):
+            before = self.best
+            self.search(partial(self._peak, plan, start), allowed, start)
+            if self.best <= before * (1 + 4 / FINE):
+                break
+            start = self.best
+            plan = self._least_plan(start)
+        while True:
+            lengths = self.lengths()
+            try:
+                return self._plans(lengths, allowed)
+            except errors.BudgetError:  # the least plan of this length itself may need a little more
+                if self.best <= self.grain:
+                    raise
+                self.less()
+
+    @abstractmethod
+    def _peak(self, plan: Plan, made_at: int, length: int) -> Peak:
+        """The peak of a length under a plan that was made at another."""
+
+    @abstractmethod
+    def _least_plan(self, length: int) -> Plan:
+        """The plan with which a length needs the least."""
+
+    @abstractmethod
+    def _plans(self, lengths: Sequence[int], allowed: Limit) -> Any:
+        """The plans of some lengths within a budget."""
+
+    @abstractmethod
+    def _configured(self, name: str, plan: Plan, length: int) -> tuple[Any, str]:
+        """The step under a configuration at a length, and what its peak is made of, in words."""
 
     def search(self, peak_of: Callable[[int], Peak], allowed: int, length: int) -> None:
         """Raises `best` as far as the budget goes, from some length."""
@@ -185,138 +238,7 @@ def _allowed(asked: Budget, step: TrainingStep | None = None) -> Limit:
     return bytes_meant(asked, lambda: 0, 0, free)
 
 
-class StatedSearch(Search, ABC):
-    """The search for the most that a budget holds under configurations that are stated.
-
-    Attributes:
-        steps: What has been found: the step under each configuration, with the most that the budget holds.
-    """
-
-    steps: tuple[Any, ...] = ()
-
-    def _find(self, plans: Mapping[str, Plan], start: int, allowed: Limit) -> tuple[Any, ...]:
-        """Searches from a length, under each configuration.
-
-        Raises:
-            BudgetError: Not one token, or not one item, fits under one of them.
-        """
-        for name, plan in plans.items():
-            self.best = self.best_peak_bytes = 0
-            fits: list[Any] = []
-
-            def peak_of(length: int, name: str = name, plan: Plan = plan, fits: list[Any] = fits) -> Peak:
-                one, held = self._at(name, plan, length)
-                if one.peak_bytes <= allowed:
-                    fits[:] = [one]
-                return one.peak_bytes, f"{held}, with {name}"
-
-            self.search(peak_of, allowed, start)
-            self.steps += (replace(fits[0], most=self.found),)
-        return self.steps
-
-    @abstractmethod
-    def _at(self, name: str, plan: Plan, length: int) -> tuple[Any, str]:
-        """The step under a configuration at a length, and what its peak is made of, in words."""
-
-
-class LongestStated(StatedSearch):
-    """The search for the most that a budget holds, of a step whose regions are stated.
-
-    Attributes:
-        step: A step of some length.
-        leave: What it uses besides recomputation.
-        dashes: Before the names of options in errors.
-    """
-
-    def __init__(self, step: TrainingStep, leave: Leave, *words: Any, dashes: str = "") -> None:
-        super().__init__(*words)
-        self.step, self.leave, self.dashes = step, leave, dashes
-        self.share_of(step.ranks)
-
-    def find(self, plans: Mapping[str, Plan]) -> tuple[ConfiguredStep, ...]:
-        """Returns the step under each configuration at the most that fits; its `most` says how much that is.
-
-        Raises:
-            BudgetError: Not one token, or not one item, fits under one of them.
-            ArgumentError: The budget is a share, or it cannot be told where the sequence is.
-        """
-        allowed = _allowed(self.asked(), self.step)
-        self._calls = (Batches if self.batch else Lengths)(parameters(self.step.model), *self.step.call)
-        return self._find(plans, self._calls.length, allowed)
-
-    def _at(self, name: str, plan: Plan, length: int) -> tuple[ConfiguredStep, str]:
-        args, kwargs = self._calls(length)
-        (one,) = peaks_of(replace(self.step, args=args, kwargs=kwargs), {name: plan}, self.leave, self.dashes)
-        return one, held_by(one.simulation)
-
-
-class LongestStatedOnRanks(StatedSearch):
-    """The search for the most that a budget of each rank holds, of ranks whose regions are stated.
-
-    Attributes:
-        make: Makes the ranks of a layout, of one of two kinds, for a length.
-    """
-
-    of_a_batch = "sequences in a microbatch"
-
-    def __init__(self, make: Callable[[Any, int], Any], *words: Any) -> None:
-        super().__init__(*words)
-        self.make = make
-
-    def find(self, plans: Mapping[str, Plan], start: int) -> tuple[ConfiguredLayout, ...]:
-        """Returns the ranks under each configuration at the most that fits.
-
-        Raises:
-            BudgetError: Not one token, or not one item, fits under one of them.
-            ArgumentError: The budget is a share, or "fit".
-        """
-        self.grain = 1 if self.batch else self.make(LayoutRanks, start).layout.ranks.divides_tokens
-        return self._find(plans, start, _allowed(self.asked()))
-
-    def _at(self, name: str, plan: Plan, length: int) -> tuple[ConfiguredLayout, str]:
-        one = self.make(LayoutRanks, length).configured(name, plan)
-        return one, one.fullest.held_words
-
-
-class PlannedSearch(Search, ABC):
-    """The search for the most that a budget holds with a plan."""
-
-    def _planned(self, start: int, plan: Plan, allowed: Limit) -> Any:
-        """Searches from a length, under the plan that keeps the least there; returns plans for the most that fits.
-
-        Raises:
-            BudgetError: Not one token, or not one item, fits.
-        """
-        for _ in range(ROUNDS):
-            before = self.best
-            self.search(partial(self._peak, plan, start), allowed, start)
-            if self.best <= before * (1 + 4 / FINE):
-                break
-            start = self.best
-            plan = self._least_plan(start)
-        while True:
-            lengths = self.lengths()
-            try:
-                return self._plans(lengths, allowed)
-            except errors.BudgetError:  # the least plan of this length itself may need a little more
-                if self.best <= self.grain:
-                    raise
-                self.less()
-
-    @abstractmethod
-    def _peak(self, plan: Plan, made_at: int, length: int) -> Peak:
-        """The peak of a length under a plan that was made at another."""
-
-    @abstractmethod
-    def _least_plan(self, length: int) -> Plan:
-        """The plan with which a length needs the least."""
-
-    @abstractmethod
-    def _plans(self, lengths: Sequence[int], allowed: Limit) -> Any:
-        """The plans of some lengths within a budget."""
-
-
-class LongestOnRanks(PlannedSearch):
+class LongestOnRanks(Search):
     """The search for the most that a budget of each rank holds.
 
     Attributes:
@@ -336,11 +258,27 @@ class LongestOnRanks(PlannedSearch):
             BudgetError: Not one token, or not one item, fits.
             ArgumentError: The budget is a share.
         """
-        asked = self.asked()
-        planner = self.make(LayoutPlanner, start)
-        allowed = _allowed(asked)
-        self.grain = 1 if self.batch else planner.layout.ranks.divides_tokens
+        allowed, planner = _allowed(self.asked()), self.make(LayoutPlanner, start)
+        self._share(planner)
         return self._planned(start, planner.planner.leanest, allowed)
+
+    def stated(self, plans: Mapping[str, Plan], start: int) -> tuple[ConfiguredLayout, ...]:
+        """Returns the ranks under each configuration at the most that fits; its `most` says how much that is.
+
+        Raises:
+            BudgetError: Not one token, or not one item, fits under one of them.
+            ArgumentError: The budget is a share, or "fit".
+        """
+        allowed = _allowed(self.asked())
+        self._share(self.make(LayoutRanks, start))
+        return self._stated(plans, start, allowed)
+
+    def _share(self, ranks: LayoutRanks) -> None:
+        self.grain = 1 if self.batch else ranks.layout.ranks.divides_tokens
+
+    def _configured(self, name: str, plan: Plan, length: int) -> tuple[ConfiguredLayout, str]:
+        one = self.make(LayoutRanks, length).configured(name, plan)
+        return one, one.fullest.held_words
 
     def _peak(self, plan: Plan, made_at: int, length: int) -> Peak:
         ranks = self.make(LayoutRanks, length).under(plan)
@@ -355,12 +293,13 @@ class LongestOnRanks(PlannedSearch):
         return [*zip(lengths, reversed(found), strict=True)]
 
 
-class Longest(PlannedSearch):
+class Longest(Search):
     """The search for the most that a budget holds, of one device.
 
     Attributes:
         step: A step of some length.
         leave: What the plan may use besides recomputation.
+        dashes: Before the names of options in errors.
     """
 
     def __init__(
@@ -370,10 +309,14 @@ class Longest(PlannedSearch):
         leave: Leave = NO_LEAVE,
         batch: bool = False,
         most: int | None = None,
+        dashes: str = "",
     ) -> None:
         super().__init__(budget, batch, most)
         self.step, self.leave = step, leave
-        self.share_of(step.ranks)
+        self.dashes = dashes
+        if not batch:
+            self.shared, self.grain = step.ranks.cp, step.ranks.divides_tokens // step.ranks.cp
+            self.most = most and most // step.ranks.cp
 
     def plan(self) -> Plan:
         """Returns the plan; its last size is the most that fits.
@@ -382,12 +325,29 @@ class Longest(PlannedSearch):
             BudgetError: Not one token, or not one item, fits.
             ArgumentError: The budget is a share, or it cannot be told where the sequence is.
         """
-        asked = self.asked()
-        calls = self._calls = (Batches if self.batch else Lengths)(parameters(self.step.model), *self.step.call)
-        planner = self._planner(calls.length)
-        allowed = _allowed(asked, self.step)
+        allowed, start = self._begun()
         # The least peak may be the optimizer's, and then keeps more.
-        return self._planned(calls.length, planner.leanest, allowed)
+        return self._planned(start, self._planner(start).leanest, allowed)
+
+    def stated(self, plans: Mapping[str, Plan]) -> tuple[ConfiguredStep, ...]:
+        """Returns the step under each configuration at the most that fits; its `most` says how much that is.
+
+        Raises:
+            BudgetError: Not one token, or not one item, fits under one of them.
+            ArgumentError: As `plan`.
+        """
+        allowed, start = self._begun()
+        return self._stated(plans, start, allowed)
+
+    def _begun(self) -> tuple[Limit, int]:
+        """The bytes of the budget, and the length to begin with."""
+        asked = self.asked()
+        self._calls = (Batches if self.batch else Lengths)(parameters(self.step.model), *self.step.call)
+        return _allowed(asked, self.step), self._calls.length
+
+    def _configured(self, name: str, plan: Plan, length: int) -> tuple[ConfiguredStep, str]:
+        (one,) = peaks_of(self._step(self._calls(length)), {name: plan}, self.leave, self.dashes)
+        return one, held_by(one.simulation)
 
     def _planner(self, length: int) -> Planner:
         return Planner(self._step(self._calls(length)), leave=self.leave)
