@@ -17,15 +17,21 @@ recomputed in its first call, whatever memory there is. Slack is 0 with lengths,
 where sizes are not known.
 
     python benchmarks/elastic.py --rounds 3
+    python benchmarks/elastic.py --rounds 3 --on cuda
+
+On CUDA the lengths alone: width 2048 in bf16, 1024 to 16384 tokens, times by the clock. There the limit is the
+allocator's own, which counts what it holds and no tensor uses, so plans and elastic regions have 5 % of slack.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
 import hashlib
 import math
+import os
 import random
 import statistics
 import sys
@@ -42,17 +48,23 @@ from torch.utils.checkpoint import checkpoint
 
 from torch_recompute import Elastic, apply, make_plan, recompute
 from torch_recompute.commands.small_models import VOCABULARY, Decoder, TransformerBlock, mlp, seeded
+from torch_recompute.memory.allocator import AllocatorMeter
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+# Before CUDA begins: without holes that sizes leave, and products whose bits repeat.
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 from support.limited import Limited, limited
 
 LAYERS, SHORTEST, MEDIAN, LONGEST = 8, 64, 256, 1024
 STEPS = {512: 14, 256: 24}
+CUDA_STEPS, LONGER = {2048: 14}, 16
+"""On CUDA: steps by width, and the lengths, in those above."""
 SHARES = 0.5, 0.2
 SIZES = [round(SHORTEST * (LONGEST / SHORTEST) ** (i / 10)) for i in range(11)]
 FITS, OVER = 0.02, 0.09
-"""What elastic may add to plain, in steps that fit and in those that do not, at width 512."""
+"""What elastic may add to plain, in steps that fit and in those that do not, at width 512, and 2048 on CUDA."""
 OVER_SIZES = "elastic over 11 sizes"
 REPLAYS = {0.9: 11, 0.8: 22, 0.6: 39, 0.4: 58}
 """1F1B: the most replays at each limit."""
@@ -106,18 +118,52 @@ def replays(memory: Elastic) -> int:
 
 
 def digest(model: nn.Module) -> str:
-    """The bits of all gradients."""
+    """The bits of all gradients; on CUDA sums of them by 16, each times its place."""
     found = hashlib.sha256()
     for parameter in model.parameters():
-        if parameter.grad is not None:
-            found.update(parameter.grad.numpy().data)
+        gradient = parameter.grad
+        if gradient is not None and gradient.is_cuda:
+            bits = gradient.view(torch.int16).flatten().long()
+            gradient = bits.mul_(torch.arange(1, bits.numel() + 1, device=bits.device)).sum().cpu()
+        if gradient is not None:
+            found.update(gradient.numpy().data)
     return found.hexdigest()
 
 
-class Runner:
-    """Runs steps under a limit; each leaves its CPU seconds, its peak and the bits of its gradients."""
+class OnCuda(AllocatorMeter):
+    """CUDA's allocator, which has a limit of its own."""
 
-    def __init__(self, memory: Limited) -> None:
+    def __init__(self) -> None:
+        super().__init__(torch.cuda.current_device())
+        self._total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+
+    @property
+    def limit(self) -> int | None:
+        """The most bytes that it may hold."""
+        return round(torch.cuda.get_per_process_memory_fraction() * self._total)
+
+    @limit.setter
+    def limit(self, limit: int | None) -> None:
+        torch.cuda.set_per_process_memory_fraction(1.0 if limit is None else limit / self._total)
+        if limit is not None and torch.cuda.memory_reserved() > limit:
+            torch.cuda.empty_cache()
+
+
+Memory = Limited | OnCuda
+
+
+def clock(memory: Memory) -> float:
+    """Seconds: the CPU's, or those until the device is done."""
+    if isinstance(memory, Limited):
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+class Runner:
+    """Runs steps under a limit; each leaves its seconds, its peak and the bits of its gradients."""
+
+    def __init__(self, memory: Memory) -> None:
         self.memory = memory
         self.seconds, self.peak, self.bits = 0.0, 0, ""
 
@@ -128,14 +174,15 @@ class Runner:
         torch.manual_seed(seed)
         self.memory.reset_lap()
         self.memory.limit = limit
-        start = time.process_time()
+        start = clock(self.memory)
         try:
             model(batch).backward()
+            self.seconds = clock(self.memory) - start
         except torch.OutOfMemoryError:
             return False
         finally:
             self.memory.limit = None
-        self.seconds, self.peak = time.process_time() - start, self.memory.lap()
+        self.peak = self.memory.lap()
         self.bits = digest(model)
         return True
 
@@ -151,9 +198,9 @@ class Runner:
         return {share: round(least + share * (plain - least)) for share in shares}
 
 
-def text(length: int, seed: int) -> torch.Tensor:
+def text(length: int, seed: int, on: str = "cpu") -> torch.Tensor:
     """One sequence of tokens, and the one after its last."""
-    return torch.randint(VOCABULARY, (1, length + 1), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(VOCABULARY, (1, length + 1), generator=torch.Generator().manual_seed(seed)).to(on)
 
 
 def lengths(steps: int) -> list[int]:
@@ -164,16 +211,34 @@ def lengths(steps: int) -> list[int]:
     return [max(SHORTEST, min(LONGEST, length)) for length in found]
 
 
-def length_rows(memory: Limited, width: int, steps: int, shares: tuple[float, ...], rounds: int) -> Iterator[Any]:
+def in_turn(ways: list[str], steps: int, by_way: bool) -> Iterator[tuple[int, str]]:
+    """Which way runs which step next: the first way first, the others by turns in each step, or each by itself.
+
+    By itself a way finds in its steps what an allocator that caches holds of its own steps before.
+    """
+    first, *others = ways
+    if by_way:
+        yield from ((number, way) for way in ways for number in range(steps))
+        return
+    for number in range(steps):
+        turn = number % len(others)
+        yield from ((number, way) for way in (first, *others[turn:], *others[:turn]))
+
+
+def length_rows(memory: Memory, width: int, steps: int, shares: tuple[float, ...], rounds: int) -> Iterator[Any]:
     """Lengths of text: what each way adds to plain."""
-    run, lengths_of_steps = Runner(memory), lengths(steps)
-    model = seeded(lambda: Decoder(LAYERS, width, LONGEST, functools.partial(TransformerBlock.gpt, head=64)))
-    for share, limit in run.limits(model, text(LONGEST, 0), shares).items():
-        budget = limit - 2**20  # tensors that a step on a device would not have there, such as generators' states
+    on, times, slack = ("cpu", 1, 0.0) if isinstance(memory, Limited) else ("cuda", LONGER, 0.05)
+    run, lengths_of_steps = Runner(memory), [times * length for length in lengths(steps)]
+    model = seeded(lambda: Decoder(LAYERS, width, times * LONGEST, functools.partial(TransformerBlock.gpt, head=64)))
+    model.to(on, torch.float32 if on == "cpu" else torch.bfloat16)
+    longest = text(times * LONGEST, 0, on)
+    for share, limit in run.limits(model, longest, shares).items():
+        # Without tensors that a step on a device would not have there, such as generators' states.
+        budget = round(limit * (1 - slack)) - 2**20
         plans = {
-            "a plan for the longest": make_plan(model, (text(LONGEST, 0),), budget=budget, hold_output=False),
+            "a plan for the longest": make_plan(model, (longest,), budget=budget, hold_output=False),
             "a plan with 11 sizes": make_plan(
-                model, (text(LONGEST, 0),), budget=budget, hold_output=False, sizes=[size + 1 for size in SIZES]
+                model, (longest,), budget=budget, hold_output=False, sizes=[times * size + 1 for size in SIZES]
             ),
         }
         taken: dict[str, list[list[float]]] = {}
@@ -186,43 +251,40 @@ def length_rows(memory: Limited, width: int, steps: int, shares: tuple[float, ..
                     model, lambda forward: functools.partial(checkpoint, forward, use_reentrant=False)
                 ),
                 **{name: wrapped(model, lambda forward: forward) for name in plans},
-                "elastic": elastic(model, Elastic(limit, slack=0.0, meter=memory)),
+                "elastic": elastic(model, Elastic(limit, slack=slack, meter=memory)),
                 OVER_SIZES: wrapped(model, lambda forward: forward),
             }
             handles = [apply(ways[name], plan) for name, plan in plans.items()]
             floor = plans["a plan with 11 sizes"]
-            handles.append(apply(ways[OVER_SIZES], floor, elastic=Elastic(limit, slack=0.0, meter=memory)))
-            over = []
-            for number, length in enumerate([MEDIAN, *lengths_of_steps]):
-                batch, names = text(length, number), [*ways][1:]
-                assert run.step(ways["plain"], batch, number)
-                seconds, bits = {"plain": run.seconds}, run.bits
-                over.append(run.peak > limit)
-                for name in names[number % len(names) :] + names[: number % len(names)]:
-                    fitted = run.step(ways[name], batch, number, limit)
-                    assert not fitted or run.bits == bits, f"{name}, step {number}: other gradients than plain"
-                    seconds[name] = run.seconds if fitted else math.nan
-                for name, value in seconds.items():
-                    taken.setdefault(name, [[] for _ in range(steps + 1)])[number].append(value)
+            handles.append(apply(ways[OVER_SIZES], floor, elastic=Elastic(limit, slack=slack, meter=memory)))
+            over, bits = [False] * (steps + 1), [""] * (steps + 1)
+            for number, name in in_turn([*ways], steps + 1, by_way=on == "cuda"):
+                batch = text([times * MEDIAN, *lengths_of_steps][number], number, on)
+                fitted = run.step(ways[name], batch, number, None if name == "plain" else limit)
+                if name == "plain":
+                    assert fitted
+                    over[number], bits[number] = run.peak > limit, run.bits
+                assert not fitted or run.bits == bits[number], f"{name}, step {number}: other gradients than plain"
+                taken.setdefault(name, [[] for _ in over])[number].append(run.seconds if fitted else math.nan)
             for handle in handles:
                 handle.remove()
-        times = {name: [*map(statistics.median, each)][1:] for name, each in taken.items()}
+        medians = {name: [*map(statistics.median, each)][1:] for name, each in taken.items()}
         over = over[1:]
-        failed = {name: sum(map(math.isnan, times[name])) for name in times} | {"plain": sum(over)}
-        for name in times:
+        failed = {name: sum(map(math.isnan, medians[name])) for name in medians} | {"plain": sum(over)}
+        for name in medians:
             row: dict[str, Any] = {"run": "lengths", "width": width, "share": share, "limit_bytes": limit}
             row |= {"steps": steps, "long_steps": sum(over), "way": name, "out_of_memory": failed[name]}
             for what, which in (("all", (True, False)), ("short", (False,)), ("long", (True,))):
                 pairs = [
                     (mine, plain)
-                    for mine, plain, long in zip(times[name], times["plain"], over, strict=True)
+                    for mine, plain, long in zip(medians[name], medians["plain"], over, strict=True)
                     if long in which and not math.isnan(mine)
                 ]
                 row[what] = sum(mine for mine, _ in pairs) / sum(plain for _, plain in pairs) - 1 if pairs else None
             yield row
 
 
-def routed_rows(memory: Limited, width: int, shares: tuple[float, ...], steps: int) -> Iterator[Any]:
+def routed_rows(memory: Memory, width: int, shares: tuple[float, ...], steps: int) -> Iterator[Any]:
     """Sizes that no one knows beforehand: how many steps fail."""
     run = Runner(memory)
     torch.manual_seed(0)
@@ -288,7 +350,7 @@ def pipeline(run: Runner, model: nn.Module, limit: int | None, batches: list[tor
     run.peak, run.bits = run.memory.lap(), digest(model)
 
 
-def pipeline_rows(memory: Limited, width: int, microbatches: int, in_flight: int) -> Iterator[Any]:
+def pipeline_rows(memory: Memory, width: int, microbatches: int, in_flight: int) -> Iterator[Any]:
     """Overlapping microbatches: how many regions are replayed."""
     run = Runner(memory)
     model = seeded(lambda: Decoder(LAYERS, width, LONGEST, functools.partial(TransformerBlock.gpt, head=64)))
@@ -330,17 +392,26 @@ def main() -> None:
         only="lengths, routed or 1F1B alone",
         widths="with lengths, 512 or 256 alone",
         shares="with lengths, these limits alone",
+        on="cpu (default) or cuda",
     )
+    on_cuda = options.on == ["cuda"]
+    if on_cuda and not torch.cuda.is_available():
+        sys.exit(f"torch {torch.__version__} sees no CUDA device here.")
+    if on_cuda:  # gradients are compared as bits
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+    gc.freeze()  # each step looks for cyclic garbage
     torch.set_num_threads(1)
-    rounds = min(options.rounds, 3)
-    only, widths = options.only or ["lengths", "routed", "1F1B"], [*map(int, options.widths or STEPS)]
+    rounds, steps = min(options.rounds, 3), CUDA_STEPS if on_cuda else STEPS
+    only = options.only or (["lengths"] if on_cuda else ["lengths", "routed", "1F1B"])
+    widths = [*map(int, options.widths or steps)]
     shares = tuple(map(float, options.shares or SHARES))
     rows: list[dict[str, Any]] = []
     reached: list[bool] = []
-    with limited() as memory:
+    with contextlib.nullcontext(OnCuda()) if on_cuda else limited() as memory:
         for width in widths if "lengths" in only else ():
             print(f"width {width}: over plain, in all steps, in those that fit, in those that do not; out of memory")
-            for row in length_rows(memory, width, STEPS[width], shares, rounds):
+            for row in length_rows(memory, width, steps[width], shares, rounds):
                 rows.append(row)
                 added = "".join(f"{_percent(row[what]):>10}" for what in ("all", "short", "long"))
                 where = f"{100 * row['share']:.0f} %, {row['limit_bytes'] / 1e6:.1f} MB"
@@ -364,10 +435,12 @@ def main() -> None:
         if way in ("elastic", OVER_SIZES):
             reached.append(row["out_of_memory"] == 0)
             reached.append(row["all"] < by[width, share, "a plan for the longest"]["all"])
-            reached.append(width != 512 or (row["short"] <= FITS and row["long"] <= OVER))
+            reached.append(width != max(steps) or (row["short"] <= FITS and row["long"] <= OVER))
     reached += [row["out_of_memory"] == 0 for row in rows if row["run"] == "routed"]
     reached += [row["replays"]["second step"] <= row["bar"] for row in rows if row["run"] == "1F1B"]
-    print(f"goals: none out of memory, below the plan for the longest; at width 512 {FITS:+.0%} and {OVER:+.0%}")
+    print(
+        f"goals: none out of memory, below the plan for the longest; at width {max(steps)} {FITS:+.0%} and {OVER:+.0%}"
+    )
     finish(options, rows, all(reached), rounds=rounds)
 
 

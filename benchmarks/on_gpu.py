@@ -1,6 +1,7 @@
 """Claim: a plan made without a GPU holds on one: no peak is above it by 1 %, no step slower than it says by 5 %.
 
     python benchmarks/on_gpu.py --plan h100                   # on any machine: plans and what is predicted, saved
+    python benchmarks/on_gpu.py "batch 16" vit --plan h100    # of these cases alone
     python benchmarks/on_gpu.py --predict h100                # there too: what is predicted today for the saved plans
     python benchmarks/on_gpu.py --rounds 5 --save on_gpu-h100 # on that GPU: the same steps, run
 
@@ -48,6 +49,9 @@ CASES: dict[str, tuple[str, ...]] = {  # ways: a configuration, or a budget
     "llama3.2-3b --batch 2 --sequence 4096 --layers compiled": ("none", "full"),
     "llama3.2-3b --sequence 32768 --tiles --offload": ("30GiB", "40GiB"),
     "gpt-oss-20b --sequence 4096 --lora 16": ("full", "60GiB"),
+    # As much as "fit" leaves on 80 GB: is that enough for what the allocator holds beside it?
+    "gpt2-xl --batch 16 --sequence 1024": ("75GiB",),
+    "llama3-8b --batch 4 --sequence 4096": ("75GiB",),
 }
 
 
@@ -204,14 +208,15 @@ def main() -> None:
     options = arguments(__doc__ or "", words="words of the cases to run (all)", **lists, on="cuda, or cpu to try it")
     chosen = [case for case in CASES if not options.words or any(word in case for word in options.words)]
     device = (options.plan or options.predict or options.here or options.device or ["h100"])[0]
-    before = [] if options.plan else json.loads(planned_file(device).read_text())["ways"]
+    saved = planned_file(device)
+    before = json.loads(saved.read_text())["ways"] if saved.exists() else []
     if options.plan or options.predict:
-        plans = {(way["case"], way["way"]): way["plan"] for way in before}
+        plans = {(way["case"], way["way"]): way["plan"] for way in before if options.predict}
         ways = [(case, way) for case in chosen for way in CASES[case]]
         rows = [predicted(*way, device, plans.get(way)) for way in ways]
         new = {(way["case"], way["way"]): way for way in [*before, *rows]}
         made = {"torch": torch.__version__, "ways": [*new.values()]}
-        planned_file(device).write_text(json.dumps(made, indent=1) + "\n")
+        saved.write_text(json.dumps(made, indent=1) + "\n")
         return
     if options.here:
         for row in run_case(chosen[0], [w for w in before if w["case"] == chosen[0]], options.rounds, options.here[1]):

@@ -51,7 +51,7 @@ from .._torch.tensors import mapped
 from ..state import DEFAULT
 from ..stores.measured import PriceFile, folder, full_name
 from . import allocator
-from .cuda_kernels import attention
+from .cuda_kernels import attention, has_formula, taken_on_cuda
 from .free import host_memory
 from .ledger import SCALARS, leaves, storages
 
@@ -124,10 +124,16 @@ def _listed(func: Any, inputs: Any, target: str = "") -> bool | None:
 
 @functools.cache
 def _of_any_type(func: Any) -> bool:
-    """Whether CUDA's kernel takes the same for all types: it casts each element in registers, or reads none."""
-    return torch.Tag.pointwise in func.tags or str(func).startswith(
-        ("aten.new_", "aten.empty", "aten.full", "aten.ones")
+    """Whether CUDA's kernel takes the same for all types: it moves or casts elements in registers, or reads none."""
+    name = str(getattr(func, "overloadpacket", "")).removeprefix("aten.")
+    return (
+        torch.Tag.pointwise in func.tags
+        or name in _MOVING
+        or name.startswith(("new_", "empty", "full", "ones", "zeros"))
     )
+
+
+_MOVING = {"cat", "copy_", "fill_", "floor_divide", "gather", "masked_fill_", "repeat", "scatter", "tril", "triu"}
 
 
 _Types = Mapping[torch.dtype, torch.dtype]
@@ -141,6 +147,8 @@ def _clear(func: Any, target: str) -> tuple[Mapping[str, bool] | None, _Types]:
     """The circumstances in which an operation takes nothing, None for any; and types that stand in for others there."""
     if getattr(func, "is_view", False) or getattr(func, "namespace", "") in _TAKING_NOTHING:
         return None, _THEIR_OWN
+    if target.startswith("cuda ") and has_formula(func):  # which depends on sizes, of which the list says nothing
+        return {}, _ON_CUDA
     name = str(getattr(func, "overloadpacket", ""))
     if target.startswith("cuda ") and name in _nothing("_on_cuda"):
         return _nothing("_on_cuda")[name], _ON_CUDA
@@ -170,7 +178,8 @@ def _look(value: Any, found: dict[Any, Any], worst: int) -> int:
             return len(_LAYOUTS) - 1
         if value.dim():
             found[value.dtype], shape, stride = None, value.shape, value.stride()
-            if found.setdefault(shape, stride) != stride:
+            other = found.setdefault(shape, stride)
+            if other != stride and any(a != b for a, b, n in zip(other, stride, shape, strict=True) if n > 1):
                 return len(_LAYOUTS) - 1
             worst = max(worst, _laid(shape, stride))
     elif isinstance(value, (list, tuple, dict)):
@@ -228,8 +237,16 @@ def workspace(func: Any, inputs: Any) -> int | str:
     """
     if takes_nothing(func, inputs, target_of(inputs)):
         return 0
+    known = _by_formula(func, inputs)
+    if known is not None:
+        return known
     found = _seen(func, inputs)
     return found if isinstance(found, str) else found.nbytes
+
+
+def _by_formula(func: Any, inputs: Any, capability: tuple[int, int] | None = None) -> int | None:
+    """The bytes that an operation takes on CUDA by a formula, one for all devices or also for a capability's."""
+    return taken_on_cuda(func, inputs[0], inputs[1] or {}, capability) if target_of(inputs) else None
 
 
 def target_of(inputs: Any) -> str:
@@ -247,7 +264,7 @@ def results(func: Any, inputs: Any) -> tuple[tuple[int, ...], ...]:
     Returns:
         One tuple for each result; nothing where they are as fake tensors say, or are not known.
     """
-    if _listed(func, inputs, target_of(inputs)):
+    if _listed(func, inputs, target_of(inputs)) or _by_formula(func, inputs) is not None:
         return ()
     found = _seen(func, inputs)
     return () if isinstance(found, str) else found.results
@@ -278,6 +295,8 @@ def _seen(func: Any, inputs: Any) -> Taken | str:
         found = Taken(nbytes, tuple(map(tuple, made)))
     else:
         found = DRAWS if draws and device.type != "cpu" else _asked(func, inputs, tensors, device, threads)
+        if isinstance(found, str) and formula is None and device.type == "cuda" and torch.cuda.is_available():
+            formula = _by_formula(func, inputs, torch.cuda.get_device_capability(device))
         if isinstance(found, str) and formula is not None:
             found = Taken(formula)
         elif not isinstance(found, str) and kept is not None:

@@ -140,8 +140,7 @@ class FakeMode(TorchDispatchMode):
         inputs = ran.args, ran.kwargs
         if not self._target:
             return 0 if ran.once(_takes_nothing) else workspace(ran.func, inputs)
-        args = (*ran.args, ran.kwargs["out"]) if "out" in ran.kwargs else ran.args
-        known = taken_on_cuda(ran.func, args, self.capability) if self.capability else None
+        known = taken_on_cuda(ran.func, *inputs, self.capability) if self.capability else None
         if known is not None:
             return known
         nothing = not ran.given or takes_nothing(ran.func, inputs, self._target)
