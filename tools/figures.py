@@ -70,7 +70,19 @@ def on_gpu() -> str:
     beside = sorted(row["reserved_bytes"] / row["peak_bytes"] - 1 for row in ran)
     ends = f"{_share(beside[0])} to {_share(beside[-1])} more than these peaks, {_share(statistics.median(beside))}"
     columns = _table(("`plan`", "recomputed, or budget", "GiB", "GiB there", "step x", "step x there"), table)
-    return f"{columns}\n\nThe allocator reserved {ends} in the median, where it had memory to spare."
+    return f"{columns}\n\nThe allocator reserved {ends} in the median. {_reserved()}"
+
+
+def _reserved() -> str:
+    """How far what an allocator reserved was from what is predicted without a device."""
+    rows = _result("reserved")["figures"]
+    off = [abs(row["predicted_reserved_bytes"] / row["reserved_bytes"] - 1) for row in rows if not row["failed"]]
+    out = [row for row in rows if row["failed"]]
+    foreseen = "as foreseen" if all(row["predicted_to_run_out"] for row in out) else "not foreseen"
+    said = (
+        f"The [prediction](plan-predictions.md#reserved-memory) is {_share(statistics.median(off))} off in the median"
+    )
+    return f"{said}, {_share(max(off))} at the worst; of {len(rows)} runs {len(out)} ran out of memory, {foreseen}."
 
 
 def on_gpu_in_words() -> str:

@@ -120,7 +120,7 @@ def _reduction(least: int, most: int, place: int = 1) -> _Formula:
 
 
 def _shared(given: Any, dims: Any, capability: Capability | None, size: int) -> int | None:
-    """The bytes of a reduction over some dimensions of a dense tensor, by PyTorch's kernel (`Reduce.cuh`).
+    """The bytes of a reduction over some dimensions of a dense tensor, by PyTorch's kernel (Reduce.cuh).
 
     A block has `width` times `height` threads: side by side along the last dimension in memory, and one above the other
     along the values of a result. Where each thread has many values and the device has room for more blocks, several

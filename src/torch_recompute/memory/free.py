@@ -128,8 +128,12 @@ def free_bytes(model: nn.Module, device: torch.device, optimizer: object = None,
         for place, storage in own
         if place.type == device.type and device.index in (None, place.index)
     }
-    free, total = memory_of(device)
-    return free + sum(held.values()) - round(RESERVE * total)
+    return memory_of(device)[0] + sum(held.values()) - reserve(device)
+
+
+def reserve(device: torch.device) -> int:
+    """Returns the bytes of a device that a budget of what is free leaves."""
+    return round(RESERVE * memory_of(device)[1])
 
 
 def memory_of(device: torch.device) -> tuple[int, int]:

@@ -9,7 +9,6 @@ for. For a plan that was read from a file, which has no costs, the line to write
 
 from __future__ import annotations
 
-import os
 import re
 import weakref
 from dataclasses import asdict, dataclass
@@ -23,6 +22,7 @@ from .._torch.fakes import FakeTensor
 from ..memory import measurement
 from ..memory.budget import as_budget
 from ..memory.ledger import CountedOnce
+from ..memory.reserved import EXPANDABLE, expands
 from ..observer import Observer, always
 from .plan import Plan
 
@@ -95,12 +95,11 @@ def fragmented(allocated: int, reserved: int, requested: int = 0) -> bool:
 
 def against_fragmentation(cuda: bool = True) -> str:
     """The setting for an allocator whose free memory is in pieces."""
-    settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     if not cuda:
         return "MALLOC_MMAP_THRESHOLD_=1048576 in the environment, so that the system gets every large block back."
-    if "expandable_segments:true" in settings.lower().replace(" ", ""):
+    if expands():
         return "batches of a few fixed lengths: expandable_segments is on already, and sizes that recur leave no holes."
-    return "PYTORCH_ALLOC_CONF=expandable_segments:True in the environment, before the program starts."
+    return f"{EXPANDABLE} in the environment, before the program starts."
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from typing import Any, NoReturn, Protocol, TypeVar, get_args, get_origin, get_t
 from .. import errors
 from .._text import counted, explained, listed, shown, table
 from ..memory.loop import COMMON, NOT_COUNTED, Loop
+from ..memory.reserved import in_words
 from .choice import KINDS, RECOMPUTED, SHORT, Choice, Target, written
 from .labels import notes
 
@@ -176,6 +177,8 @@ class Prediction:
             "" for none.
         tiled: What is made in tiles of tokens and by how much results differ, or why nothing is, in words.
         switched: What every plan switches in the model, where that alone changes the peak.
+        reserved_bytes: What PyTorch's CUDA allocator reserves: the peak, and what is free in its segments; 0 elsewhere.
+        expandable_bytes: The same with expandable segments.
     """
 
     budget_bytes: int
@@ -197,6 +200,8 @@ class Prediction:
     uncounted: str = ""
     tiled: tuple[str, ...] = ()
     switched: Switched | None = None
+    reserved_bytes: int = 0
+    expandable_bytes: int = 0
 
     @property
     def gap(self) -> float:
@@ -233,6 +238,7 @@ class Prediction:
         head = [
             f"budget {self.budget or errors.brief(self.budget_bytes)}",
             *([] if self.loop is None else [f"counted: {self.loop}", f"not counted: {NOT_COUNTED}"]),
+            *([f"reserved: {in_words(self.reserved_bytes, self.expandable_bytes)}"] if self.reserved_bytes else []),
             f"step {_ms(self.step_seconds)} on {self.device}, {_ms(self.plain_step_seconds)} without recomputation; "
             f"{self.replay_flops / 1e9:,.1f} GFLOP replayed; within {100 * self.gap:.1f} % of optimal",
         ]

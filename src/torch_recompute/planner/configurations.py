@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import groupby
 from typing import Any, cast
 
@@ -29,6 +30,7 @@ from ..devices import Roofline
 from ..memory import Block
 from ..memory.loop import NOT_COUNTED
 from ..memory.operations import Operation
+from ..memory.reserved import EXPANDABLE
 from ..plan.apply import apply
 from ..plan.config import FILES, Policy, RecomputeConfig, find, plan_of
 from ..plan.labels import choices, matching, notes
@@ -47,7 +49,8 @@ from .tiling import tiled
 LARGEST = 3
 PEAK_WORDS: Mapping[str, str] = {
     "most": "where it was looked for: the tokens in a sequence, or the items in a batch, that the budget holds",
-    "peak": "the most bytes alive at one moment of the step; the columns up to the seconds are what it is made of then",
+    "peak": "the most bytes alive at one moment of the step; from weights to the seconds is what it is made of then",
+    "reserved": "what PyTorch's CUDA allocator takes from the device: the peak, and what is free in its segments",
     "weights": "parameters and buffers",
     "gradients": "of the parameters; where they are gone when forward begins, those that backward has made by then",
     "states": "of the optimizer, which are there all the time",
@@ -119,6 +122,12 @@ class ConfiguredStep:
         alive = (one for one in self.simulation.blocks if one.born <= at and (one.died is None or one.died > at))
         return tuple(sorted(alive, key=lambda block: -block.nbytes)[:LARGEST])
 
+    @cached_property
+    def reserved_bytes(self) -> dict[str, int]:
+        """The bytes that PyTorch's CUDA allocator reserves, without and with expandable segments; none on other devices."""
+        ways = {"reserved_bytes": False, "expandable_bytes": True} if self.simulation.on_cuda else {}
+        return {name: self.simulation.reserved(expandable).reserved_bytes for name, expandable in ways.items()}
+
     def as_data(self) -> dict[str, Any]:
         """The figures as plain data, with the plan as `Plan.from_json` reads it from its JSON."""
         peak = self.simulation.peak
@@ -126,6 +135,7 @@ class ConfiguredStep:
             "recompute": self.name,
             **({"most": self.most} if self.most else {}),
             "peak_bytes": self.peak_bytes,
+            **self.reserved_bytes,
             "made_of": parts_as_data(self.made_of),
             "peak": {"phase": peak.phase, "module": peak.module, "op": peak.op},
             "largest": [
@@ -394,10 +404,16 @@ def _lines(steps: Sequence[ConfiguredStep]) -> Iterator[str]:
     parts = [part for part in steps[0].made_of if any(round(one.made_of[part] / unit, 2) for one in steps)]
     hosted = ["in host memory"] if any(one.host_bytes for one in steps) else []
     most = ["most"] if any(one.most for one in steps) else []
-    titles = "", *most, f"peak {name}", *parts, *hosted, "step ms", "replays ms", "GFLOP replayed"
+    reserved = ["reserved"] if all(one.reserved_bytes for one in steps) else []
+    titles = "", *most, f"peak {name}", *reserved, *parts, *hosted, "step ms", "replays ms", "GFLOP replayed"
     rows: list[tuple[str, ...]] = [titles]
     for one in steps:
-        sizes = one.peak_bytes, *(one.made_of[part] for part in parts), *([one.host_bytes] if hosted else [])
+        sizes = (
+            one.peak_bytes,
+            *[one.reserved_bytes[word + "_bytes"] for word in reserved],
+            *(one.made_of[part] for part in parts),
+            *([one.host_bytes] if hosted else []),
+        )
         seconds = (f"{1000 * each:,.1f}" for each in (one.step_seconds, one.replay_seconds))
         found = [f"{one.most:,}"] if most else []
         rows.append((one.name, *found, *map(shown, sizes), *seconds, f"{one.simulation.flops['replay'] / 1e9:,.1f}"))
@@ -423,6 +439,9 @@ def _said(steps: Sequence[ConfiguredStep]) -> Iterator[tuple[str, str]]:
     for loop in dict.fromkeys(one.simulation.loop for one in steps):
         yield "counted", str(loop)
     yield "not counted", NOT_COUNTED
+    if all(one.reserved_bytes for one in steps):
+        each = [f"{errors.size(one.reserved_bytes['expandable_bytes'])} with {one.name}" for one in steps]
+        yield "reserved", f"by PyTorch's CUDA allocator; {listed(each)} under {EXPANDABLE}"
     for device in dict.fromkeys(f"on {one.device}" + (f", {one.timing}" if one.timing else "") for one in steps):
         yield "seconds", device
     if any(each.hidden for one in steps for each in one.sent):

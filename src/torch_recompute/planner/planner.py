@@ -28,8 +28,9 @@ from typing import Any
 from .. import errors
 from .._text import counted, doing
 from ..memory.budget import Budget, Limit, bytes_meant, no_plan_fits, read_budget
-from ..memory.free import free_bytes
+from ..memory.free import free_bytes, reserve
 from ..memory.operations import Operation
+from ..memory.reserved import EXPANDABLE, expands
 from ..plan.apply import apply
 from ..plan.choice import Choice, joined
 from ..plan.libraries import switched
@@ -207,6 +208,28 @@ class Planner:
         return Switched(what, saved) if saved else None
 
     def plan(self, budget: object) -> Plan:
+        """The plan for a budget; with what is free on a CUDA device, its allocator does not run out under it.
+
+        Where the least plan, too, would have it run out, its advice says so.
+        """
+        plan = self.plan_for(budget)
+        if read_budget(budget) != Budget(said="fit") or self.plain.device.type != "cuda":
+            return plan
+        wanted = self._meant(read_budget(budget), lambda: 0)
+        room, said = wanted + reserve(self.plain.device), wanted.said.removesuffix(")")
+        while (found := self.simulated(plan).reserved(expands(), limit=room)).ran_out:
+            less = min(wanted * room // found.reserved_bytes, wanted * 99 // 100)
+            wanted = Limit(less, f"{said}, {errors.brief(less)} beside holes of the allocator)")
+            try:
+                plan = self.plan_for(wanted)
+            except errors.BudgetError:
+                short = f"PyTorch's allocator runs out of {errors.brief(room)} under this plan. Set {EXPANDABLE}."
+                assert plan.prediction is not None
+                advice = " ".join(filter(None, [short, plan.prediction.advice]))
+                return replace(plan, prediction=replace(plan.prediction, advice=advice))
+        return plan
+
+    def plan_for(self, budget: object) -> Plan:
         """The plan for a budget, checked by its own simulation."""
         asked = read_budget(budget)
         exact = asked.share == 0  # of which costs may know a little more or less than a simulation
@@ -235,8 +258,17 @@ class Planner:
         if not fits:
             text = no_plan_fits(wanted.said, simulation.peak_bytes, profile.own_peak_bytes, simulation.advice)
             raise errors.BudgetError(text, simulation.peak_bytes, plan)
+        if simulation.on_cuda:
+            plan = self._reserving(plan, simulation)
         self.known.plans[wanted, wanted.said] = plan
         return plan
+
+    @staticmethod
+    def _reserving(plan: Plan, simulation: Simulation) -> Plan:
+        """Adds what the allocator reserves."""
+        assert plan.prediction is not None
+        usual, expandable = (simulation.reserved(expandable).reserved_bytes for expandable in (False, True))
+        return replace(plan, prediction=replace(plan.prediction, reserved_bytes=usual, expandable_bytes=expandable))
 
     def _untiled(self, wanted: Limit) -> Plan | None:
         """The plan without tiles, where these are allowed and it fits."""

@@ -12,6 +12,7 @@ from .._text import grouped, shown, starred_path, table
 from ..errors import size
 from ..memory.ledger import Block, Place
 from ..memory.loop import NOT_COUNTED, Loop
+from ..memory.reserved import Reserved, in_words, reserved
 from ..memory.snapshot import write_snapshot
 
 
@@ -72,6 +73,7 @@ class Simulation(NamedTuple):
         advice: What else would help, in words; "" where nothing is to be said.
         loop: The training loop that the figures are of, with what was seen of it.
         host_bytes: The most that the optimizer had in host memory, beside a device by its data sheet.
+        on_cuda: Whether the step runs on a CUDA device, at hand or by its data sheet.
     """
 
     device: torch.device
@@ -95,6 +97,25 @@ class Simulation(NamedTuple):
     advice: str
     loop: Loop
     host_bytes: int = 0
+    on_cuda: bool = False
+
+    def reserved(self, expandable: bool = False, limit: int | None = None) -> Reserved:
+        """Returns what PyTorch's CUDA allocator reserves for such steps: the peak, and what is free in its segments.
+
+            simulate(model, (batch,), optimizer="adamw", device="h100").reserved().reserved_bytes
+
+        Out of memory is a device on which that is more than there is. Sizes that vary from step to step, and memory
+        from before the model, leave holes that are not counted.
+
+        Args:
+            expandable: Whether `PYTORCH_ALLOC_CONF=expandable_segments:True` is set.
+            limit: The most bytes that it may reserve: what the device has for this process, without its context.
+        """
+        return reserved(self.blocks, expandable, limit)
+
+    def _reserved_in_words(self) -> str:
+        usual, expandable = self.reserved().reserved_bytes, self.reserved(expandable=True).reserved_bytes
+        return in_words(usual, expandable)
 
     def to_snapshot(self, path: Path | str) -> None:
         """Writes the step for the viewer of allocations at https://pytorch.org/memory_viz.
@@ -120,6 +141,7 @@ class Simulation(NamedTuple):
             *_sums([*self.by_category.items(), *((f"  {use}", n) for use, n in self.activations_by_use.items())]),
             f"counted: {self.loop}",
             f"not counted: {NOT_COUNTED}",
+            *([f"reserved: {self._reserved_in_words()}"] if self.on_cuda else []),
             f"kept for backward {size(self.saved_bytes)}",
             *_sums(_grouped(self.saved_by_module)[:_LINES]),
             "FLOPs of products: " + ", ".join(f"{name} {count:.4g}" for name, count in self.flops.items() if count),

@@ -314,7 +314,9 @@ class _SimulatedStep:
         loop = replace(loop, loss=seen.loss, autocast=autocast, batch_bytes=batch_bytes, output_bytes=held)
         if isinstance(self._handle, Applied):
             self._handle.remove()  # so that the copy is gone with this, without the collector of cycles
-        return _StepFigures(parts, seen, held).simulation(last, loop, (*self._faker.assumed, *self._pretend.assumed))
+        assumed = (*self._faker.assumed, *self._pretend.assumed)
+        on_cuda = self._pretend.capability is not None or self._device.type == "cuda"
+        return _StepFigures(parts, seen, held).simulation(last, loop, assumed)._replace(on_cuda=on_cuda)
 
     def _step_before(self) -> Recording:
         """Runs a step that is not part of the figures, for the gradients and states that it leaves; returns these."""

@@ -1,0 +1,229 @@
+"""What PyTorch's CUDA allocator reserves: its rules by hand, the course of steps, and an H100's own figures."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from support.zoo import mean_loss
+from torch_recompute import peaks, simulate
+from torch_recompute.memory.ledger import Block, Place
+from torch_recompute.memory.loop import COMMON
+from torch_recompute.memory.reserved import EXPANDABLE, Allocator, expands, reserved
+from torch_recompute.planner import planner as planners
+from torch_recompute.planner.planner import Planner
+from torch_recompute.training_step import TrainingStep
+
+MIB = 2**20
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+# What is allocated, in bytes, or given back, as the negative number of the allocation counted from 1; then the bytes
+# that are allocated and reserved with segments of fixed sizes, and with expandable ones.
+# Sizes are in MiB, but for the first.
+BY_HAND: dict[str, tuple[list[float], tuple[float, float], tuple[float, float]]] = {
+    "a number": ([4 / MIB], (512 / MIB, 2), (512 / MIB, 2)),
+    "small ones share 2 MiB": ([1, 1, 512 / MIB], (2 + 512 / MIB, 4), (2 + 512 / MIB, 4)),
+    "from 1 to 10 MiB they share 20": ([3, 9], (12, 20), (12, 20)),
+    "from 10 MiB on each has its own": ([10, 12], (22, 22), (22, 40)),
+    "up to 1 MiB is not split off": ([21], (22, 22), (21, 40)),
+    "over 1 MiB is": ([30, -1, 28], (28, 30), (28, 40)),
+    "the smallest that is large enough": ([40, 30, -1, -2, 25], (25, 70), (25, 80)),
+    "what is free is joined": ([12, 12, 12, -1, -2, 24], (36, 60), (36, 40)),
+    "one that expands goes on at its end": ([30, 4, -1, 50], (54, 100), (54, 100)),
+}
+
+
+def driven(allocator: Allocator, calls: list[int]) -> Allocator:
+    """An allocator after some calls."""
+    made: list[Any] = []
+    for call in calls:
+        if call > 0:
+            made.append(allocator.take(call))
+        else:
+            allocator.give_back(made[-call - 1])
+    return allocator
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_rules_of_the_allocator(name: str) -> None:
+    """Blocks, segments, splits and joins are those of CUDACachingAllocator.cpp."""
+    calls, *wanted = BY_HAND[name]
+    found = [
+        driven(Allocator(expandable), [round(MIB * call) if call > 0 else int(call) for call in calls])
+        for expandable in (False, True)
+    ]
+    assert [(one.allocated, one.reserved) for one in found] == [(MIB * used, MIB * held) for used, held in wanted]
+
+
+def calls_at_random(seed: int, count: int) -> list[int]:
+    """Allocations of all kinds of sizes, about half of them given back meanwhile, and all at the end."""
+    drawn = random.Random(seed)
+    calls: list[int] = []
+    waiting: list[int] = []
+    made = 0
+    for _ in range(count):
+        if waiting and drawn.random() < 0.48:
+            calls.append(-waiting.pop(drawn.randrange(len(waiting))))
+        else:
+            made += 1
+            waiting.append(made)
+            calls.append(int(2 ** drawn.uniform(3, 26)))
+    return calls + [-one for one in waiting]
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_nothing_is_lost(seed: int, expandable: bool) -> None:
+    """What is reserved holds what is allocated at any time; when all is given back, it is one free piece a segment."""
+    allocator, made, sizes = Allocator(expandable), list[Any](), dict[int, int]()
+    for call in calls_at_random(seed, 400):
+        if call > 0:
+            made.append(allocator.take(call))
+            sizes[len(made)] = call
+        else:
+            allocator.give_back(made[-call - 1])
+            del sizes[-call]
+        assert sum(sizes.values()) <= allocator.allocated <= allocator.reserved
+    assert allocator.allocated == 0
+    assert allocator.most().allocated_bytes > 0
+    allocator.empty_cache()
+    assert (allocator.reserved == 0) is not expandable
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("expandable", [False, True])
+def test_it_is_what_a_device_does(expandable: bool) -> None:
+    """The same calls, made of CUDA's allocator: both count the same bytes after each."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.memory._set_allocator_settings(f"expandable_segments:{expandable}")
+    pool = torch.cuda.MemPool()
+    allocator, made, ours = Allocator(expandable), list[Any](), list[Any]()
+    start = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    try:
+        with torch.cuda.use_mem_pool(pool):
+            for number, call in enumerate(calls_at_random(0, 400)):
+                if call > 0:
+                    made.append(torch.empty(call, dtype=torch.uint8, device="cuda"))
+                    ours.append(allocator.take(call))
+                else:
+                    made[-call - 1] = None
+                    allocator.give_back(ours[-call - 1])
+                found = torch.cuda.memory_allocated() - start[0], torch.cuda.memory_reserved() - start[1]
+                assert found == (allocator.allocated, allocator.reserved), f"after call {number}"
+    finally:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+
+
+def block(nbytes: int, born: int, died: int | None, category: str = "activations") -> Block:
+    return Block(category, nbytes, born, died, Place())
+
+
+def test_the_first_step_has_no_states_before_its_backward() -> None:
+    """Weights come first, states after the last allocation of the first step, into what its activations left."""
+    weights, states = block(30 * MIB, 0, None, "parameters"), block(30 * MIB, 0, None, "optimizer")
+    passing = block(64 * MIB, 1, 2)
+    last = block(2 * MIB, 2, 3)
+    found = reserved([weights, states, passing, last])
+    # The last and the states are cut out of the segment of 64 MiB, so the next step's activations need another.
+    assert found.reserved_bytes == (30 + 64 + 64) * MIB
+    assert found.allocated_bytes == (30 + 30 + 64) * MIB
+    assert reserved([weights, passing, last]).reserved_bytes == (30 + 64) * MIB
+
+
+def test_the_output_waits_for_the_next_forward() -> None:
+    """What a step leaves is there until the next one's forward returns; gradients that are there at first are, too."""
+    output, old = block(40 * MIB, 2, None), block(40 * MIB + 4, 0, 3, "other")
+    assert reserved([old, output]).reserved_bytes == 80 * MIB
+    assert reserved([output]).reserved_bytes == 40 * MIB
+    gradients = block(40 * MIB, 0, 5, "gradients")
+    assert reserved([gradients, block(40 * MIB, 1, 2)]).reserved_bytes == 80 * MIB
+
+
+def test_a_limit_gives_segments_back_first() -> None:
+    """Where more would be reserved, free segments go; out of memory is what then does not fit."""
+    blocks = [block(30 * MIB, 1, 2), block(50 * MIB, 3, 4)]
+    assert reserved(blocks).reserved_bytes == 80 * MIB
+    assert not reserved(blocks, limit=50 * MIB).ran_out
+    assert reserved(blocks, limit=49 * MIB).ran_out
+    held = [block(11 * MIB, 1, 9), block(30 * MIB, 1, 2), block(12 * MIB, 3, 9), block(31 * MIB, 4, 5)]
+    assert reserved(held, limit=73 * MIB).ran_out  # 12 of the 30 MiB are in use, so the 31 need a segment
+    assert not reserved(held, limit=74 * MIB).ran_out
+    assert not reserved(held, True, limit=60 * MIB).ran_out
+
+
+@pytest.mark.parametrize("case", ["gpt2-xl --batch 8 --sequence 1024", "vit-h --batch 64"])
+def test_an_h100_reserved_as_much(case: str) -> None:
+    """What the allocator of an H100 counted, for a model of a published size: within 0.1 and 1 %."""
+    from torch_recompute.commands import cli, models
+
+    rows = json.loads((RESULTS / "on_gpu-h100.json").read_text("utf-8"))["figures"]
+    real = next(row for row in rows if (row["case"], row["way"]) == (case, "none"))
+    args = cli.build_parser().parse_args(["plan", *case.split(), "--recompute", "none"])
+    model = models.load(args.model, None, "meta").model.train()
+    batch = models.batch_for(model, args.model, args.batch, args.sequence)
+    found = peaks(model, batch, recompute="none", optimizer="adamw-fused", device="h100")[0]
+    counted = found.simulation.reserved()
+    assert counted.allocated_bytes == pytest.approx(real["peak_bytes"], rel=0.001)
+    assert counted.reserved_bytes == pytest.approx(real["reserved_bytes"], rel=0.01)
+    assert found.as_data()["reserved_bytes"] == counted.reserved_bytes
+
+
+def layers() -> tuple[nn.Module, torch.Tensor]:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)) for _ in range(6)))
+    return model.to("meta"), torch.empty(4096, 512, device="meta")
+
+
+def test_plans_for_cuda_say_what_is_reserved() -> None:
+    """A prediction for a CUDA device has both figures and prints them; one for a CPU has none."""
+    model, x = layers()
+    for device, there in (("h100", True), ("cpu", False)):
+        plan = Planner(TrainingStep.of("make_plan", model, (x,), {}, mean_loss, "adamw", device, COMMON)).plan(0.5)
+        assert plan.prediction is not None
+        assert bool(plan.prediction.reserved_bytes) is bool(plan.prediction.expandable_bytes) is there
+        assert ("reserved: " in str(plan)) is there
+        assert type(plan).from_json(plan.to_json()).prediction == plan.prediction
+        step = simulate(model, (x,), loss=mean_loss, device=device)
+        assert ("by PyTorch's CUDA allocator" in str(step)) is there is step.on_cuda
+
+
+@pytest.mark.parametrize(("setting", "limits"), [("", True), ("expandable_segments:True", False)])
+def test_a_plan_for_what_is_free_fits_with_its_holes(
+    monkeypatch: pytest.MonkeyPatch, setting: str, limits: bool
+) -> None:
+    """With "fit" the allocator does not run out of what a CUDA device has: acted, by what the device says is free."""
+    model, x = layers()
+    planner = Planner(TrainingStep.of("make_plan", model, (x,), {}, mean_loss, "adamw", "h100", COMMON))
+    middle = planner.plan(0.5)
+    assert middle.prediction is not None
+    free, spare = middle.prediction.peak_bytes, 4 * MIB
+    assert planner.simulated(middle).reserved(limit=free + spare).ran_out
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", setting)
+    planner.plain = planner.plain._replace(device=torch.device("cuda", 0))
+    monkeypatch.setattr(planners, "free_bytes", lambda *_: free)
+    monkeypatch.setattr(planners, "reserve", lambda _: spare)
+    assert expands() is not limits
+    plan = planner.plan("fit")
+    assert plan.prediction is not None
+    assert not planner.simulated(plan).reserved(expands(), limit=free + spare).ran_out
+    assert (plan.prediction.peak_bytes < free) is limits
+    assert ("beside holes of the allocator" in plan.prediction.budget) is limits
+
+
+def test_a_device_for_which_no_plan_is_small_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the allocator runs out under the least plan, too, the advice says so."""
+    model, x = layers()
+    planner = Planner(TrainingStep.of("make_plan", model, (x,), {}, mean_loss, "adamw", "h100", COMMON))
+    planner.plain = planner.plain._replace(device=torch.device("cuda", 0))
+    least = planner.least[1].peak_bytes
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setattr(planners, "free_bytes", lambda *_: least)
+    monkeypatch.setattr(planners, "reserve", lambda _: 0)
+    plan = planner.plan("fit")
+    assert plan.prediction is not None
+    assert plan.prediction.advice.startswith("PyTorch's allocator runs out of ")
+    assert EXPANDABLE in plan.prediction.advice
