@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from .planner.ops import Op
 
 REACHED_FLOPS, REACHED_BYTES = 0.7, 0.8
+_FOUND, _CORRECTED = 0.9897, 0.92
+_WITH_CORRECTION = frozenset({"t4", "a10", "a40", "l4", "l40", "l40s"})
 UNKNOWN_NETWORK = "network of unknown speed"
 
 
@@ -40,6 +42,7 @@ class Roofline:
     capability: tuple[int, int] | None = None  # of a CUDA device, which decides on its kernels
     network: float | None = None  # bytes per second to devices of other nodes; None where that is not known
     node: int = 8  # devices of a node
+    memory: int | None = None  # bytes that PyTorch finds; None where it has the memory of the host
 
     @property
     def target(self) -> str:
@@ -69,8 +72,13 @@ class Roofline:
         return self.flops[max((known for known in self.flops if known <= size), default=min(self.flops))]
 
 
-def _sheet(name: str, capability: tuple[int, int] | None, *speeds: float, fp8: float | None = None) -> Roofline:
+def _sheet(
+    name: str, size: int, capability: tuple[int, int] | None, *speeds: float, fp8: float | None = None
+) -> Roofline:
     """A device by its maker's data sheet, less the share that kernels do not reach.
+
+    `size` are the gigabytes that it is sold with. PyTorch finds 79.18 GiB on an H100 of 80, and about as large a share
+    on others; of GDDR6 on cards for servers a sixteenth is for error correction.
 
     `speeds` are TFLOP/s in 16 bits, in TF32 and in 32 bits (TF32's are those of 32 bits where a device has no TF32);
     then GB/s of its memory, to its neighbours and to host memory, one way. `fp8` are TFLOP/s in 8 bits with sums in 32;
@@ -83,7 +91,8 @@ def _sheet(name: str, capability: tuple[int, int] | None, *speeds: float, fp8: f
     network = _NETWORKS.get(name)
     node = 72 if name in ("gb200", "gb300") else 8
     between = None if network is None else network * 1e9 * REACHED_BYTES
-    return Roofline(name, flops, memory, 5e-6, link, "cuda", tf32, host, capability, between, node)
+    found = int(size * (_CORRECTED if name in _WITH_CORRECTION else _FOUND) * 2**30)
+    return Roofline(name, flops, memory, 5e-6, link, "cuda", tf32, host, capability, between, node, found)
 
 
 # GB/s of a device's share of its system's ports to other nodes, by NVIDIA's data sheets of these systems. Of others it
@@ -101,38 +110,38 @@ _NETWORKS = {
 # Sources: NVIDIA's data sheets of these names, and where none is said; AMD's of MI300X and MI355X. Where there is no
 # NVLink, the link is PCI Express.
 _SHEETS = (
-    _sheet("v100", (7, 0), 125, 15.7, 15.7, 900, 150, 16),
-    _sheet("t4", (7, 5), 65, 8.1, 8.1, 320, 16, 16),
-    _sheet("a10", (8, 6), 125, 62.5, 31.2, 600, 32, 32),
-    _sheet("a30", (8, 0), 165, 82, 10.3, 933, 100, 32),
-    _sheet("a40", (8, 6), 149.7, 74.8, 37.4, 696, 56, 32),
-    _sheet("a100", (8, 0), 312, 156, 19.5, 2039, 300, 32),
-    _sheet("a100-40gb", (8, 0), 312, 156, 19.5, 1555, 300, 32),
-    _sheet("a100-pcie", (8, 0), 312, 156, 19.5, 1935, 300, 32),
-    _sheet("l4", (8, 9), 121, 60, 30.3, 300, 32, 32, fp8=242),
-    _sheet("l40", (8, 9), 181, 90.5, 90.5, 864, 32, 32, fp8=362),
-    _sheet("l40s", (8, 9), 362, 183, 91.6, 864, 32, 32, fp8=733),
-    _sheet("h20", (9, 0), 148, 74, 44, 4000, 450, 64, fp8=296),
-    _sheet("h100", (9, 0), 989, 495, 67, 3350, 450, 64, fp8=1979),
+    _sheet("v100", 32, (7, 0), 125, 15.7, 15.7, 900, 150, 16),
+    _sheet("t4", 16, (7, 5), 65, 8.1, 8.1, 320, 16, 16),
+    _sheet("a10", 24, (8, 6), 125, 62.5, 31.2, 600, 32, 32),
+    _sheet("a30", 24, (8, 0), 165, 82, 10.3, 933, 100, 32),
+    _sheet("a40", 48, (8, 6), 149.7, 74.8, 37.4, 696, 56, 32),
+    _sheet("a100", 80, (8, 0), 312, 156, 19.5, 2039, 300, 32),
+    _sheet("a100-40gb", 40, (8, 0), 312, 156, 19.5, 1555, 300, 32),
+    _sheet("a100-pcie", 80, (8, 0), 312, 156, 19.5, 1935, 300, 32),
+    _sheet("l4", 24, (8, 9), 121, 60, 30.3, 300, 32, 32, fp8=242),
+    _sheet("l40", 48, (8, 9), 181, 90.5, 90.5, 864, 32, 32, fp8=362),
+    _sheet("l40s", 48, (8, 9), 362, 183, 91.6, 864, 32, 32, fp8=733),
+    _sheet("h20", 96, (9, 0), 148, 74, 44, 4000, 450, 64, fp8=296),
+    _sheet("h100", 80, (9, 0), 989, 495, 67, 3350, 450, 64, fp8=1979),
     # With 96 GB of HBM2e, as in torchtitan's benchmarks (arXiv 2410.06511), whose utilization is of the 989 of SXM.
-    _sheet("h100-96", (9, 0), 989, 495, 67, 2400, 450, 64, fp8=1979),
-    _sheet("h100-pcie", (9, 0), 756, 378, 51, 2000, 300, 64, fp8=1513),
-    _sheet("h100-nvl", (9, 0), 835, 417, 60, 3900, 300, 64, fp8=1671),
-    _sheet("h200", (9, 0), 989, 495, 67, 4800, 450, 64, fp8=1979),
-    _sheet("h200-nvl", (9, 0), 835, 417, 60, 4800, 450, 64, fp8=1671),
-    _sheet("h800", (9, 0), 989, 495, 67, 3350, 200, 64, fp8=1979),
-    _sheet("gh200", (9, 0), 989, 495, 67, 4000, 450, 450, fp8=1979),
-    _sheet("b200", (10, 0), 2250, 1125, 75, 8000, 900, 64, fp8=4500),
-    _sheet("b300", (10, 3), 2250, 1125, 75, 8000, 900, 128, fp8=4500),  # HGX B300, an eighth
+    _sheet("h100-96", 96, (9, 0), 989, 495, 67, 2400, 450, 64, fp8=1979),
+    _sheet("h100-pcie", 80, (9, 0), 756, 378, 51, 2000, 300, 64, fp8=1513),
+    _sheet("h100-nvl", 94, (9, 0), 835, 417, 60, 3900, 300, 64, fp8=1671),
+    _sheet("h200", 141, (9, 0), 989, 495, 67, 4800, 450, 64, fp8=1979),
+    _sheet("h200-nvl", 141, (9, 0), 835, 417, 60, 4800, 450, 64, fp8=1671),
+    _sheet("h800", 80, (9, 0), 989, 495, 67, 3350, 200, 64, fp8=1979),
+    _sheet("gh200", 96, (9, 0), 989, 495, 67, 4000, 450, 450, fp8=1979),
+    _sheet("b200", 180, (10, 0), 2250, 1125, 75, 8000, 900, 64, fp8=4500),
+    _sheet("b300", 270, (10, 3), 2250, 1125, 75, 8000, 900, 128, fp8=4500),  # HGX B300, an eighth
     # GB200 and GB300 NVL72, a seventy-second; two devices share the 450 GB/s to one Grace.
-    _sheet("gb200", (10, 0), 2500, 1250, 80, 8000, 900, 225, fp8=5000),
-    _sheet("gb300", (10, 3), 2500, 1250, 80, 8000, 900, 225, fp8=5000),
-    _sheet("rtx-a6000", (8, 6), 154.8, 77.4, 38.7, 768, 56, 32),
-    _sheet("rtx3090", (8, 6), 71, 35.6, 35.6, 936, 32, 32),
-    _sheet("rtx4090", (8, 9), 165, 83, 82.6, 1008, 32, 32, fp8=330),
-    _sheet("rtx5090", (12, 0), 209, 105, 104.8, 1792, 64, 64, fp8=419),
-    _sheet("mi300x", None, 1307.4, 653.7, 163.4, 5300, 448, 64, fp8=2614.9),  # seven links of Infinity Fabric
-    _sheet("mi355x", None, 2516.6, 157.3, 157.3, 8000, 537.6, 64, fp8=5033.2),
+    _sheet("gb200", 186, (10, 0), 2500, 1250, 80, 8000, 900, 225, fp8=5000),
+    _sheet("gb300", 279, (10, 3), 2500, 1250, 80, 8000, 900, 225, fp8=5000),
+    _sheet("rtx-a6000", 48, (8, 6), 154.8, 77.4, 38.7, 768, 56, 32),
+    _sheet("rtx3090", 24, (8, 6), 71, 35.6, 35.6, 936, 32, 32),
+    _sheet("rtx4090", 24, (8, 9), 165, 83, 82.6, 1008, 32, 32, fp8=330),
+    _sheet("rtx5090", 32, (12, 0), 209, 105, 104.8, 1792, 64, 64, fp8=419),
+    _sheet("mi300x", 192, None, 1307.4, 653.7, 163.4, 5300, 448, 64, fp8=2614.9),  # seven links of Infinity Fabric
+    _sheet("mi355x", 288, None, 2516.6, 157.3, 157.3, 8000, 537.6, 64, fp8=5033.2),
 )
 DEVICES = {sheet.name: sheet for sheet in _SHEETS}
 DEVICES["a6000"] = DEVICES["rtx-a6000"]  # as it is mostly called

@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, overload
 
@@ -24,7 +23,6 @@ from ._text import at_work
 from .devices import Roofline
 from .memory.batch import Batch, ExampleCall, call_of
 from .memory.budget import Budget, bytes_meant, no_plan_fits, read_budget
-from .memory.free import free_bytes
 from .memory.loop import COMMON, Loop
 from .memory.saved import generators_as_before
 from .plan.apply import Applied, apply
@@ -312,8 +310,7 @@ class _Planning:
         least, own = prediction.peak_bytes, prediction.plain_peak_bytes
         most = own - (prediction.switched.saved_bytes if prediction.switched else 0)
         asked = self.budget if self.budget.share is not None else read_budget(memory.limit or "fit")
-        free = partial(free_bytes, step.model, step.runs_on, step.optimizer, step.call)
-        limit = bytes_meant(asked, lambda: least, most, free)
+        limit = bytes_meant(asked, lambda: least, most, step.free_bytes)
         if least > limit:
             raise errors.BudgetError(no_plan_fits(limit.said, least, own, prediction.advice), least, floor)
         if asked.share is not None:
@@ -342,11 +339,9 @@ def _of_all_ranks(mine: Any) -> list[Any]:
 
 def _still_fits(file: PlanFile, step: TrainingStep, budget: int | float | str) -> Plan | None:
     """The plan in a file, unless less memory is free than it takes."""
-    if file.plan is not None and budget == "fit":
-        free = free_bytes(step.model, step.runs_on, step.optimizer, step.call)
-        if free < (file.plan.predicted_peak_bytes or 0):
-            file.said = "planned again: less memory is free"
-            return None
+    if file.plan is not None and budget == "fit" and step.free_bytes() < (file.plan.predicted_peak_bytes or 0):
+        file.said = "planned again: less memory is free"
+        return None
     return file.plan
 
 
@@ -531,7 +526,7 @@ def make_plan(
         kwargs: More keyword arguments of the call; with `sizes`, of every call.
         budget: The most bytes alive at any time of the step, parameters, gradients and optimizer included: a number,
             or text as "24GiB"; or a fraction of the way from the least feasible peak, which is 0, to that of the
-            step without recomputation, which is 1; or "fit": what is free on the device now.
+            step without recomputation, which is 1; or "fit": what is free on the device now, or what one by name has.
         loss: See `profile`, as the next two.
         optimizer: A name ("adamw", "sgd"), a class, a function from a list of parameters to an optimizer, or an
             optimizer of the model's parameters.

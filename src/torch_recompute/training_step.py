@@ -22,6 +22,7 @@ from ._torch.fakes import APART, CPU
 from ._torch.graphs import gradient_hooks
 from .devices import Device, Where, where
 from .memory.batch import Batch, call_of, labels_of, signature_of
+from .memory.free import CONTEXT, RESERVE, free_bytes, reserve
 from .memory.loop import COMMON, Loop
 from .memory.measurement import weights_of
 from .plan.ranks import Ranks
@@ -90,6 +91,25 @@ class TrainingStep:
     def host(self) -> torch.device:
         """The device of simulated tensors in host memory: one apart where the step's own stand in on the CPU."""
         return APART if self.where.roofline is not None and self.runs_on.type == "cpu" else CPU
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """The bytes that its peak may reach, and those beside them that are left: of what its device has free.
+
+        Of a device by its data sheet that is not here, all is free but a process's context.
+
+        Raises:
+            ArgumentError: What is free is not known.
+        """
+        sheet = self.where.roofline
+        if sheet is None or sheet.memory is None or self.runs_on.type == sheet.kind:
+            return free_bytes(self.model, self.runs_on, self.optimizer, self.call), reserve(self.runs_on)
+        spare = round(RESERVE * sheet.memory)
+        return sheet.memory - CONTEXT - spare, spare
+
+    def free_bytes(self) -> int:
+        """The bytes that its peak may reach; see `memory`."""
+        return self.memory[0]
 
     @property
     def runs_on(self) -> torch.device:

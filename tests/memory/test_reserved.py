@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,16 @@ import torch
 from torch import nn
 
 from support.zoo import mean_loss
-from torch_recompute import peaks, simulate
+from torch_recompute import Plan, make_plan, peaks, simulate
+from torch_recompute.memory.free import CONTEXT, host_memory
 from torch_recompute.memory.ledger import Block, Place
 from torch_recompute.memory.loop import COMMON
 from torch_recompute.memory.reserved import EXPANDABLE, Allocator, expands, reserved
-from torch_recompute.planner import planner as planners
+from torch_recompute.planner.longest import Longest
 from torch_recompute.planner.planner import Planner
 from torch_recompute.training_step import TrainingStep
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 # What is allocated, in bytes, or given back, as the negative number of the allocation counted from 1; then the bytes
@@ -175,7 +177,7 @@ def test_an_h100_reserved_as_much(case: str) -> None:
 
 def layers() -> tuple[nn.Module, torch.Tensor]:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)) for _ in range(6)))
-    return model.to("meta"), torch.empty(4096, 512, device="meta")
+    return model.to("meta"), torch.empty(65_536, 512, device="meta")
 
 
 def test_plans_for_cuda_say_what_is_reserved() -> None:
@@ -191,39 +193,72 @@ def test_plans_for_cuda_say_what_is_reserved() -> None:
         assert ("by PyTorch's CUDA allocator" in str(step)) is there is step.on_cuda
 
 
+def on_a_card(memory: int) -> tuple[Planner, TrainingStep]:
+    """A planner for a device that has so many bytes, with 5 % for what is not followed."""
+    model, x = layers()
+    step = TrainingStep.of("make_plan", model, (x,), {}, mean_loss, "adamw", "h100", COMMON)
+    assert step.where.roofline is not None
+    step = replace(step, device=step.where._replace(roofline=replace(step.where.roofline, memory=memory)))
+    return Planner(step), step
+
+
 @pytest.mark.parametrize(("setting", "limits"), [("", True), ("expandable_segments:True", False)])
-def test_a_plan_for_what_is_free_fits_with_its_holes(
+def test_a_plan_for_what_a_card_has_fits_with_its_holes(
     monkeypatch: pytest.MonkeyPatch, setting: str, limits: bool
 ) -> None:
-    """With "fit" the allocator does not run out of what a CUDA device has: acted, by what the device says is free."""
-    model, x = layers()
-    planner = Planner(TrainingStep.of("make_plan", model, (x,), {}, mean_loss, "adamw", "h100", COMMON))
-    middle = planner.plan(0.5)
-    assert middle.prediction is not None
-    free, spare = middle.prediction.peak_bytes, 4 * MIB
-    assert planner.simulated(middle).reserved(limit=free + spare).ran_out
+    """With "fit" the allocator does not run out of what a device has: its plan is for less, where that has to be."""
+    middle = on_a_card(GIB)[0].plan(0.5).prediction
+    assert middle is not None
+    planner, step = on_a_card(round((middle.peak_bytes + CONTEXT) / 0.95) + 1)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", setting)
-    planner.plain = planner.plain._replace(device=torch.device("cuda", 0))
-    monkeypatch.setattr(planners, "free_bytes", lambda *_: free)
-    monkeypatch.setattr(planners, "reserve", lambda _: spare)
-    assert expands() is not limits
+    free, spare = step.memory
+    assert free == pytest.approx(middle.peak_bytes, abs=2)
+    assert planner.simulated(planner.plan_for("fit")).reserved(expands(), limit=free + spare).ran_out is limits
     plan = planner.plan("fit")
     assert plan.prediction is not None
     assert not planner.simulated(plan).reserved(expands(), limit=free + spare).ran_out
-    assert (plan.prediction.peak_bytes < free) is limits
     assert ("beside holes of the allocator" in plan.prediction.budget) is limits
 
 
-def test_a_device_for_which_no_plan_is_small_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_card_for_which_no_plan_is_small_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the allocator runs out under the least plan, too, the advice says so."""
-    model, x = layers()
-    planner = Planner(TrainingStep.of("make_plan", model, (x,), {}, mean_loss, "adamw", "h100", COMMON))
-    planner.plain = planner.plain._replace(device=torch.device("cuda", 0))
-    least = planner.least[1].peak_bytes
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-    monkeypatch.setattr(planners, "free_bytes", lambda *_: least)
-    monkeypatch.setattr(planners, "reserve", lambda _: 0)
-    plan = planner.plan("fit")
+    least = on_a_card(GIB)[0].least[1].peak_bytes
+    plan = on_a_card(round((least + CONTEXT) / 0.95) + 1)[0].plan("fit")
     assert plan.prediction is not None
     assert plan.prediction.advice.startswith("PyTorch's allocator runs out of ")
     assert EXPANDABLE in plan.prediction.advice
+
+
+def test_a_device_by_name_has_its_own_memory() -> None:
+    """What fits on a device that is not here is what that device has, and not the machine that plans."""
+    model, x = layers()
+    for device, gib in (("h100", 78.6), ("h200", 139), ("l4", 21.5)):
+        step = TrainingStep.of("make_plan", model, (x,), {}, mean_loss, "adamw", device, COMMON)
+        free, spare = step.memory
+        assert (free + spare) / GIB == pytest.approx(gib, rel=0.002)
+        assert spare == pytest.approx(0.05 * (free + spare + CONTEXT), abs=2)
+    plan = make_plan(model, x, budget="fit", loss=mean_loss, device="h100")
+    assert plan.prediction is not None
+    assert plan.prediction.budget == "fit (74.6 GiB are free)"
+    here = TrainingStep.of("make_plan", model, (x,), {}, mean_loss, "adamw", "cpu", COMMON)
+    assert here.free_bytes() == pytest.approx(host_memory()[0] - 0.05 * host_memory()[1], rel=0.1)
+
+
+def test_the_longest_on_a_card_fits_with_its_holes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With "fit" a search looks for what the allocator can hold, which is less than tensors alone would be."""
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    planner, step = on_a_card(8 * GIB)
+    free, spare = step.memory
+    plan = Plan(planner.plan_for(0.2).choices)
+    most: list[int] = []
+    for budget in ("fit", free):
+        found = Longest(step, budget, batch=True).stated({"a plan": plan})[0]
+        most.append(found.most)
+        assert found.peak_bytes <= free
+        ran_out = found.simulation.reserved(limit=free + spare).ran_out
+        assert ran_out is not (budget == "fit")
+    assert most[0] < most[1]
+    planned = Longest(step, "fit", batch=True).plan()
+    assert planned.prediction is not None
+    assert planned.prediction.peak_bytes <= free

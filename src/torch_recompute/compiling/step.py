@@ -25,7 +25,6 @@ from .._torch.fakes import FakeTensor, FakeTensorMode
 from .._torch.inductor import BackendError, on_fakes
 from .._torch.tensors import mapped
 from ..memory.budget import Budget, Limit, bytes_meant, no_plan_fits
-from ..memory.free import free_bytes
 from ..memory.operations import Operation
 from ..plan.plan import Plan, Prediction
 from ..planner.ops import Meta, Op, op_of
@@ -91,8 +90,7 @@ def _searched(step: TrainingStep, plain: CompiledStep, budget: Budget) -> tuple[
     """The step that fits into a budget and repeats the least, of those that were tried; and the budget in bytes."""
     most, least = plain.peak_bytes, plain.graph.least_bytes
     rest = most - plain.graph.peak_bytes  # of the step, besides the graph: nearly the same for every choice
-    free = partial(free_bytes, step.model, plain.simulation.device, step.optimizer, step.call)
-    wanted = bytes_meant(budget, lambda: min(most, rest + least), most, free)
+    wanted = bytes_meant(budget, lambda: min(most, rest + least), most, step.free_bytes)
     found, tried = [plain], [plain.chooser.choose(PLENTY).saved]
 
     def attempt(room: int) -> Attempt | None:
@@ -112,7 +110,7 @@ def _searched(step: TrainingStep, plain: CompiledStep, budget: Budget) -> tuple[
     best = min(found, key=worth)
     if best.peak_bytes > wanted:  # the least was counted in the graph, and a share begins at what it is
         smallest = best.peak_bytes
-        wanted = bytes_meant(budget, lambda: smallest, most, free)
+        wanted = bytes_meant(budget, lambda: smallest, most, step.free_bytes)
         best = min(found, key=worth)
     return best, wanted
 
@@ -138,6 +136,8 @@ def _promised(step: TrainingStep, plain: CompiledStep, best: CompiledStep, wante
         timing="products and other calls one by one, fused kernels by the bytes that they read and write",
         loop=simulation.loop,
         advice=simulation.advice,
+        reserved_bytes=simulation.reserved_figures().get("reserved_bytes", 0),
+        expandable_bytes=simulation.reserved_figures().get("expandable_bytes", 0),
         budget=wanted.said,
         assumed=simulation.assumed,
         uncounted=simulation.uncounted,

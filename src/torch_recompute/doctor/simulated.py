@@ -38,7 +38,6 @@ from .._torch.graphs import function_of
 from ..compat.torch_utils import checkpoint
 from ..engine.region_call import RegionCall
 from ..memory.budget import Limit, bytes_meant
-from ..memory.free import free_bytes
 from ..memory.ledger import CountedOnce
 from ..memory.loop import Loop
 from ..memory.operations import Operation
@@ -397,10 +396,10 @@ class SimulatedSteps:
 
     def bytes_meant(self, budget: int | float | str, *, simulated: bool) -> Limit:
         """Returns the bytes that a budget means for this step."""
-        plain, free, model = 0, None, self._step.model
+        plain, free = 0, None
         if simulated:
             plain = self.plain.peak_bytes
-            free = partial(free_bytes, model, self.step.device, self._step.optimizer, self._step.call)
+            free = self._step.free_bytes
         return bytes_meant(budget, lambda: self._planner.floor, plain, free)
 
 

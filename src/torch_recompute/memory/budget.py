@@ -40,6 +40,9 @@ class Budget:
     said: str = field(default="", compare=False, repr=False)
 
 
+FIT = Budget(said="fit")
+
+
 class Limit(int):
     """The bytes that a budget means for one model.
 
@@ -88,7 +91,7 @@ def read_budget(budget: object) -> Budget:
 
 def _of_text(text: str) -> Budget:
     if text.strip().lower() == "fit":
-        return Budget(said="fit")
+        return FIT
     match = _TEXT.fullmatch(text.strip().lower())
     if match is None:
         raise errors.ArgumentError(bad_budget(text))

@@ -22,6 +22,7 @@ from .ledger import storages
 
 # Of the device's memory: for workspaces of kernels, the context, and what fragmentation makes unusable.
 RESERVE = 0.05
+CONTEXT = 600 * 2**20  # bytes of a device that a process takes for its libraries, as seen on an H100
 
 # Files of a control group: its limit, its use, and how much of the use is file cache that can be given up.
 GROUPS = {

@@ -124,9 +124,8 @@ class ConfiguredStep:
 
     @cached_property
     def reserved_bytes(self) -> dict[str, int]:
-        """The bytes that PyTorch's CUDA allocator reserves, without and with expandable segments; none on other devices."""
-        ways = {"reserved_bytes": False, "expandable_bytes": True} if self.simulation.on_cuda else {}
-        return {name: self.simulation.reserved(expandable).reserved_bytes for name, expandable in ways.items()}
+        """The bytes that PyTorch's CUDA allocator reserves, without and with expandable segments; none elsewhere."""
+        return self.simulation.reserved_figures()
 
     def as_data(self) -> dict[str, Any]:
         """The figures as plain data, with the plan as `Plan.from_json` reads it from its JSON."""

@@ -24,12 +24,12 @@ import torch
 
 from .. import errors
 from .._text import doing
-from ..memory.budget import Budget, Limit, bytes_meant, read_budget
-from ..memory.free import free_bytes
+from ..memory.budget import FIT, Budget, Limit, bytes_meant, read_budget
+from ..memory.reserved import expands
 from ..plan.apply import apply
 from ..plan.plan import Plan
 from ..plan.sizes import parameters
-from ..simulation import simulate_step
+from ..simulation import Simulation, simulate_step
 from ..training_step import TrainingStep
 from .alternatives import held_by
 from .configurations import ConfiguredStep, peaks_of
@@ -122,10 +122,10 @@ class Search(ABC):
             fits: list[Any] = []
 
             def peak_of(length: int, name: str = name, plan: Plan = plan, fits: list[Any] = fits) -> Peak:
-                one, held = self._configured(name, plan, length)
-                if one.peak_bytes <= allowed:
+                one, taken, held = self._configured(name, plan, length)
+                if taken <= allowed:
                     fits[:] = [one]
-                return one.peak_bytes, f"{held}, with {name}"
+                return taken, f"{held}, with {name}"
 
             self.search(peak_of, allowed, start)
             self.steps += (replace(fits[0], most=self.found),)
@@ -166,8 +166,8 @@ class Search(ABC):
         """The plans of some lengths within a budget."""
 
     @abstractmethod
-    def _configured(self, name: str, plan: Plan, length: int) -> tuple[Any, str]:
-        """The step under a configuration at a length, and what its peak is made of, in words."""
+    def _configured(self, name: str, plan: Plan, length: int) -> tuple[Any, int, str]:
+        """The step under a configuration at a length, the bytes that it takes, and what these are, in words."""
 
     def search(self, peak_of: Callable[[int], Peak], allowed: int, length: int) -> None:
         """Raises `best` as far as the budget goes, from some length."""
@@ -234,8 +234,7 @@ class Search(ABC):
 
 def _allowed(asked: Budget, step: TrainingStep | None = None) -> Limit:
     """The bytes of a budget; "fit" is of the device where a step runs."""
-    free = step and partial(free_bytes, step.model, step.runs_on, step.optimizer, step.call)
-    return bytes_meant(asked, lambda: 0, 0, free)
+    return bytes_meant(asked, lambda: 0, 0, step and step.free_bytes)
 
 
 class LongestOnRanks(Search):
@@ -276,9 +275,9 @@ class LongestOnRanks(Search):
     def _share(self, ranks: LayoutRanks) -> None:
         self.grain = 1 if self.batch else ranks.layout.ranks.divides_tokens
 
-    def _configured(self, name: str, plan: Plan, length: int) -> tuple[ConfiguredLayout, str]:
+    def _configured(self, name: str, plan: Plan, length: int) -> tuple[ConfiguredLayout, int, str]:
         one = self.make(LayoutRanks, length).configured(name, plan)
-        return one, one.fullest.held_words
+        return one, one.peak_bytes, one.fullest.held_words
 
     def _peak(self, plan: Plan, made_at: int, length: int) -> Peak:
         ranks = self.make(LayoutRanks, length).under(plan)
@@ -345,9 +344,17 @@ class Longest(Search):
         self._calls = (Batches if self.batch else Lengths)(parameters(self.step.model), *self.step.call)
         return _allowed(asked, self.step), self._calls.length
 
-    def _configured(self, name: str, plan: Plan, length: int) -> tuple[ConfiguredStep, str]:
+    def _configured(self, name: str, plan: Plan, length: int) -> tuple[ConfiguredStep, int, str]:
         (one,) = peaks_of(self._step(self._calls(length)), {name: plan}, self.leave, self.dashes)
-        return one, held_by(one.simulation)
+        return one, self._taken(one.simulation), held_by(one.simulation)
+
+    def _taken(self, found: Simulation) -> int:
+        """The peak; with what is free on CUDA more than that, where the allocator would run out of it."""
+        if self.asked() != FIT or not found.on_cuda:
+            return found.peak_bytes
+        free, spare = self.step.memory
+        held = found.reserved(expands(), limit=free + spare)
+        return max(found.peak_bytes, held.reserved_bytes - spare) if held.ran_out else found.peak_bytes
 
     def _planner(self, length: int) -> Planner:
         return Planner(self._step(self._calls(length)), leave=self.leave)
@@ -356,7 +363,8 @@ class Longest(Search):
         return self._planner(length).least_plan
 
     def _plans(self, lengths: Sequence[int], allowed: Limit) -> Plan:
-        return plan_calls(self.step, [self._calls(length) for length in lengths], allowed, self.leave)
+        asked = FIT if self.asked() == FIT else allowed  # which then also thinks of what the allocator reserves
+        return plan_calls(self.step, [self._calls(length) for length in lengths], asked, self.leave)
 
     def _step(self, call: Call) -> TrainingStep:
         return replace(self.step, args=call[0], kwargs=call[1])
@@ -366,4 +374,4 @@ class Longest(Search):
         tiles = (-(-choice.tiles * length // made_at) for choice in plan)
         plan = Plan(tuple(replace(choice, tiles=count) for choice, count in zip(plan, tiles, strict=True)))
         found = simulate_step(step, prepare=partial(apply, plan=plan, stores=stores_for(plan, step)))
-        return found.peak_bytes, held_by(found)
+        return self._taken(found), held_by(found)

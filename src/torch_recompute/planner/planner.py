@@ -27,8 +27,8 @@ from typing import Any
 
 from .. import errors
 from .._text import counted, doing
-from ..memory.budget import Budget, Limit, bytes_meant, no_plan_fits, read_budget
-from ..memory.free import free_bytes, reserve
+from ..memory.budget import FIT, Budget, Limit, bytes_meant, no_plan_fits, read_budget
+from ..memory.free import free_bytes
 from ..memory.operations import Operation
 from ..memory.reserved import EXPANDABLE, expands
 from ..plan.apply import apply
@@ -213,20 +213,20 @@ class Planner:
         Where the least plan, too, would have it run out, its advice says so.
         """
         plan = self.plan_for(budget)
-        if read_budget(budget) != Budget(said="fit") or self.plain.device.type != "cuda":
+        if read_budget(budget) != FIT or not self.plain.on_cuda:
             return plan
         wanted = self._meant(read_budget(budget), lambda: 0)
-        room, said = wanted + reserve(self.plain.device), wanted.said.removesuffix(")")
+        room, said = sum(self.step.memory), wanted.said.removesuffix(")")
         while (found := self.simulated(plan).reserved(expands(), limit=room)).ran_out:
-            less = min(wanted * room // found.reserved_bytes, wanted * 99 // 100)
-            wanted = Limit(less, f"{said}, {errors.brief(less)} beside holes of the allocator)")
-            try:
-                plan = self.plan_for(wanted)
-            except errors.BudgetError:
+            least = self.least[1].peak_bytes
+            less = max(least, min(wanted * room // found.reserved_bytes, wanted * 99 // 100))
+            if wanted <= least:
                 short = f"PyTorch's allocator runs out of {errors.brief(room)} under this plan. Set {EXPANDABLE}."
                 assert plan.prediction is not None
                 advice = " ".join(filter(None, [short, plan.prediction.advice]))
                 return replace(plan, prediction=replace(plan.prediction, advice=advice))
+            wanted = Limit(less, f"{said}, {errors.brief(less)} beside holes of the allocator)")
+            plan = self.plan_for(wanted)
         return plan
 
     def plan_for(self, budget: object) -> Plan:
@@ -251,24 +251,16 @@ class Planner:
         always = self._said(profile.always, solution, simulation)
         profile = replace(profile, assumed=simulation.assumed, uncounted=simulation.uncounted, always=always)
         advice = "" if self.always.choices else simulation.advice
-        plan = planned(profile, costs, solution, wanted, simulation.peak_bytes, advice)
+        reserved = simulation.reserved_figures()
+        plan = planned(profile, costs, solution, wanted, simulation.peak_bytes, advice, reserved)
         if whole is not None and (not fits or _seconds(whole) <= _seconds(plan)):
             longer = "nothing, since a plan without tiles fits and takes no longer"
             return untiled(whole, longer if self.always.choices else self._tiling.words)
         if not fits:
             text = no_plan_fits(wanted.said, simulation.peak_bytes, profile.own_peak_bytes, simulation.advice)
             raise errors.BudgetError(text, simulation.peak_bytes, plan)
-        if simulation.on_cuda:
-            plan = self._reserving(plan, simulation)
         self.known.plans[wanted, wanted.said] = plan
         return plan
-
-    @staticmethod
-    def _reserving(plan: Plan, simulation: Simulation) -> Plan:
-        """Adds what the allocator reserves."""
-        assert plan.prediction is not None
-        usual, expandable = (simulation.reserved(expandable).reserved_bytes for expandable in (False, True))
-        return replace(plan, prediction=replace(plan.prediction, reserved_bytes=usual, expandable_bytes=expandable))
 
     def _untiled(self, wanted: Limit) -> Plan | None:
         """The plan without tiles, where these are allowed and it fits."""
@@ -292,8 +284,7 @@ class Planner:
         return replace(always, words=(*always.words, said))
 
     def _meant(self, budget: Budget, floor: Callable[[], int]) -> Limit:
-        free = partial(free_bytes, self.step.model, self.plain.device, self.step.optimizer, self.step.call)
-        return bytes_meant(budget, floor, self.plain.peak_bytes, free)
+        return bytes_meant(budget, floor, self.plain.peak_bytes, self.step.free_bytes)
 
     def _within(self, wanted: Limit) -> Checked | None:
         """The cheapest choice that fits into a budget, by its simulation."""

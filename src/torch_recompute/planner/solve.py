@@ -21,9 +21,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from .. import errors
@@ -94,7 +95,13 @@ def decides(paths: Iterable[str], routers: Sequence[str]) -> bool:
 
 
 def planned(
-    profile: Profile, costs: Costs, solution: Solution, budget: Limit, peak: int | None = None, advice: str = ""
+    profile: Profile,
+    costs: Costs,
+    solution: Solution,
+    budget: Limit,
+    peak: int | None = None,
+    advice: str = "",
+    reserved: Mapping[str, int] = MappingProxyType({}),
 ) -> Plan:
     """The plan of a solution, with its prediction.
 
@@ -105,6 +112,7 @@ def planned(
         budget: In bytes, with how it was written.
         peak: Of the simulated step with this plan; None if it was not simulated.
         advice: What else would lower that peak.
+        reserved: The bytes that an allocator reserves for it, as a prediction has them.
     """
     starts = begins(solution.options)
     prediction = Prediction(
@@ -127,6 +135,7 @@ def planned(
         uncounted=profile.uncounted,
         tiled=profile.always.words,
         switched=profile.switched,
+        **reserved,
     )
     source, asked_of = f"a budget of {budget.said}", replace(profile, costs=costs)
     return Plan(choices_of(profile, solution), source, prediction, profile.modules, profile=asked_of)

@@ -113,9 +113,10 @@ class Simulation(NamedTuple):
         """
         return reserved(self.blocks, expandable, limit)
 
-    def _reserved_in_words(self) -> str:
-        usual, expandable = self.reserved().reserved_bytes, self.reserved(expandable=True).reserved_bytes
-        return in_words(usual, expandable)
+    def reserved_figures(self) -> dict[str, int]:
+        """The bytes that are reserved without and with expandable segments, as plans have them; none but on CUDA."""
+        ways = {"reserved_bytes": False, "expandable_bytes": True} if self.on_cuda else {}
+        return {name: self.reserved(expandable).reserved_bytes for name, expandable in ways.items()}
 
     def to_snapshot(self, path: Path | str) -> None:
         """Writes the step for the viewer of allocations at https://pytorch.org/memory_viz.
@@ -141,7 +142,7 @@ class Simulation(NamedTuple):
             *_sums([*self.by_category.items(), *((f"  {use}", n) for use, n in self.activations_by_use.items())]),
             f"counted: {self.loop}",
             f"not counted: {NOT_COUNTED}",
-            *([f"reserved: {self._reserved_in_words()}"] if self.on_cuda else []),
+            *([f"reserved: {in_words(*self.reserved_figures().values())}"] if self.on_cuda else []),
             f"kept for backward {size(self.saved_bytes)}",
             *_sums(_grouped(self.saved_by_module)[:_LINES]),
             "FLOPs of products: " + ", ".join(f"{name} {count:.4g}" for name, count in self.flops.items() if count),
