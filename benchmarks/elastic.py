@@ -241,6 +241,7 @@ def length_rows(memory: Memory, width: int, steps: int, shares: tuple[float, ...
                 model, (longest,), budget=budget, hold_output=False, sizes=[times * size + 1 for size in SIZES]
             ),
         }
+        print(f"  plans for {100 * share:.0f} % made, {time.process_time():.0f} CPU seconds from the start", flush=True)
         taken: dict[str, list[list[float]]] = {}
         failed: dict[str, int] = {}
         over: list[bool] = []

@@ -42,7 +42,7 @@ _SMALL = _MIB  # bytes that a small block has at most
 _APART = 1 << 50  # bytes from one segment to the next
 _STEPS = 4
 _LEFT = frozenset(("activations", "other"))
-"""Categories of what a step leaves to the next: its output; gradients that are there when it begins are of the same."""
+"""Categories of what a step leaves to the next, which is its output; other blocks are of each step itself."""
 
 
 class Reserved(NamedTuple):
