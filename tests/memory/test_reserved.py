@@ -203,7 +203,7 @@ def on_a_card(memory: int) -> tuple[Planner, TrainingStep]:
 
 
 @pytest.mark.parametrize(("setting", "limits"), [("", True), ("expandable_segments:True", False)])
-def test_a_plan_for_what_a_card_has_fits_with_its_holes(
+def test_a_plan_for_what_a_card_has_fits_with_what_is_unused(
     monkeypatch: pytest.MonkeyPatch, setting: str, limits: bool
 ) -> None:
     """With "fit" the allocator does not run out of what a device has: its plan is for less, where that has to be."""
@@ -217,7 +217,7 @@ def test_a_plan_for_what_a_card_has_fits_with_its_holes(
     plan = planner.plan("fit")
     assert plan.prediction is not None
     assert not planner.simulated(plan).reserved(expands(), limit=free + spare).ran_out
-    assert ("beside holes of the allocator" in plan.prediction.budget) is limits
+    assert ("beside what the allocator leaves unused" in plan.prediction.budget) is limits
 
 
 def test_a_card_for_which_no_plan_is_small_enough(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +246,7 @@ def test_a_device_by_name_has_its_own_memory() -> None:
     assert here.free_bytes() == pytest.approx(host_memory()[0] - 0.05 * host_memory()[1], rel=0.1)
 
 
-def test_the_longest_on_a_card_fits_with_its_holes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_longest_on_a_card_fits_with_what_is_unused(monkeypatch: pytest.MonkeyPatch) -> None:
     """With "fit" a search looks for what the allocator can hold, which is less than tensors alone would be."""
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.setattr("torch_recompute.training_step.RESERVE", 0.002)

@@ -221,11 +221,12 @@ class Planner:
             least = self.least[1].peak_bytes
             less = max(least, min(wanted * room // found.reserved_bytes, wanted * 99 // 100))
             if wanted <= least:
-                short = f"PyTorch's allocator runs out of {errors.brief(room)} under this plan. Set {EXPANDABLE}."
+                short = f"PyTorch's allocator runs out of {errors.brief(room)} under this plan."
+                short += "" if expands() else f" Set {EXPANDABLE}."
                 assert plan.prediction is not None
                 advice = " ".join(filter(None, [short, plan.prediction.advice]))
                 return replace(plan, prediction=replace(plan.prediction, advice=advice))
-            wanted = Limit(less, f"{said}, {errors.brief(less)} beside holes of the allocator)")
+            wanted = Limit(less, f"{said}, {errors.brief(less)} beside what the allocator leaves unused)")
             plan = self.plan_for(wanted)
         return plan
 
