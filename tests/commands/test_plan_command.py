@@ -376,6 +376,12 @@ def test_a_function_of_the_user(capsys: pytest.CaptureFixture[str]) -> None:
     assert by_place["dtypes"] == ["float32"]
 
 
+def test_what_fits_on_each_rank_of_a_pipeline_is_of_its_device(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """With "fit" each rank has what the device by name has, and not what the machine that plans has free."""
+    ranks = document(capsys, llama, "--pp", "3", "--sequence", "32", "--device", "h100", "--budget", "fit")["ranks"]
+    assert all(rank["peak_bytes"] == rank["plain_peak_bytes"] for rank in ranks)
+
+
 def test_the_most_of_configurations_on_ranks(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     """On ranks of a pipeline, the most under a configuration is what the rank that needs the most holds."""
     argv = [llama, "--pp", "3", "--sequence", "32", "--device", "h100", "--recompute", "full"]
