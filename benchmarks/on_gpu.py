@@ -33,6 +33,7 @@ from published import answer
 
 from torch_recompute import Plan, apply
 from torch_recompute.commands import cli, models
+from torch_recompute.memory.reserved import expands
 from torch_recompute.planner.configurations import configurations
 from torch_recompute.training_step import OPTIMIZERS, USUAL, TrainingStep
 
@@ -110,10 +111,11 @@ def run_case(case: str, ways: list[dict[str, Any]], rounds: int, on: str) -> Ite
             torch.compiler.reset()
             compiled(model)
         handle = apply(model, plan)
+        row = {"case": case, "way": way["way"], **({"expandable": True} if expands() else {})}
         try:
-            yield {"case": case, "way": way["way"], **trained_as(model, batch, optimizer, args, rounds, on, around)}
+            yield {**row, **trained_as(model, batch, optimizer, args, rounds, on, around)}
         except torch.OutOfMemoryError as error:
-            yield {"case": case, "way": way["way"], "failed": str(error).partition(". GPU")[0]}
+            yield {**row, "failed": str(error).partition(". GPU")[0]}
         handle.remove()
         optimizer.zero_grad(set_to_none=True)
         gc.collect()

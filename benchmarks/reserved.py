@@ -49,18 +49,17 @@ def compared(case: str, rows: list[dict[str, Any]], plans: dict[tuple[str, str],
     """The rows of a case that ran, beside what is predicted."""
     allocator: Allocator | None = None
     for row, found in zip(rows, simulated(case, [row["way"] for row in rows], plans), strict=True):
-        if allocator is None or row.get("expandable"):
-            allocator = Allocator(bool(row.get("expandable")), int(FREE))
+        expandable = bool(row.get("expandable"))
+        states = allocator is None or expandable  # each run with expandable segments is a process of its own
+        if allocator is None or states:
+            allocator = Allocator(expandable, int(FREE))
             load(allocator, found.blocks)
-            states = True
-        else:
-            states = False
         train(allocator, found.blocks, WARM, states=states)
         allocator.reset()
         train(allocator, found.blocks, rounds, states=False)
         most = allocator.most()
         allocator.empty_cache()
-        alone = found.reserved(bool(row.get("expandable")))
+        alone = found.reserved(expandable)
         yield {
             **{name: row.get(name) for name in ("case", "way", "expandable", "failed", "peak_bytes", "reserved_bytes")},
             "simulated_peak_bytes": found.peak_bytes,

@@ -22,7 +22,7 @@ from ._torch.fakes import APART, CPU
 from ._torch.graphs import gradient_hooks
 from .devices import Device, Where, where
 from .memory.batch import Batch, call_of, labels_of, signature_of
-from .memory.free import CONTEXT, RESERVE, free_bytes, reserve
+from .memory.free import CONTEXT, free_bytes, memory_of, reserve
 from .memory.loop import COMMON, Loop
 from .memory.measurement import weights_of
 from .plan.ranks import Ranks
@@ -103,8 +103,8 @@ class TrainingStep:
         """
         sheet = self.where.roofline
         if sheet is None or sheet.memory is None or self.runs_on.type == sheet.kind:
-            return free_bytes(self.model, self.runs_on, self.optimizer, self.call), reserve(self.runs_on)
-        spare = round(RESERVE * sheet.memory)
+            return free_bytes(self.model, self.runs_on, self.optimizer, self.call), reserve(memory_of(self.runs_on)[1])
+        spare = reserve(sheet.memory)
         return sheet.memory - CONTEXT - spare, spare
 
     def free_bytes(self) -> int:

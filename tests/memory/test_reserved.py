@@ -223,7 +223,7 @@ def test_a_plan_for_what_a_card_has_fits_with_what_is_unused(
 def test_a_card_for_which_no_plan_is_small_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the allocator runs out under the least plan, too, the advice says so."""
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-    monkeypatch.setattr("torch_recompute.training_step.RESERVE", 0)
+    monkeypatch.setattr("torch_recompute.memory.free.RESERVE", 0)
     least = on_a_card(GIB)[0].least[1].peak_bytes
     plan = on_a_card(least + CONTEXT)[0].plan("fit")
     assert plan.prediction is not None
@@ -249,7 +249,7 @@ def test_a_device_by_name_has_its_own_memory() -> None:
 def test_the_longest_on_a_card_fits_with_what_is_unused(monkeypatch: pytest.MonkeyPatch) -> None:
     """With "fit" a search looks for what the allocator can hold, which is less than tensors alone would be."""
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-    monkeypatch.setattr("torch_recompute.training_step.RESERVE", 0.002)
+    monkeypatch.setattr("torch_recompute.memory.free.RESERVE", 0.002)
     planner, step = on_a_card(8 * GIB)
     free, spare = step.memory
     plan = Plan(planner.plan_for(0.2).choices)

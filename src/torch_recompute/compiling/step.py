@@ -118,7 +118,7 @@ def _searched(step: TrainingStep, plain: CompiledStep, budget: Budget) -> tuple[
 def _promised(step: TrainingStep, plain: CompiledStep, best: CompiledStep, wanted: Limit) -> Prediction:
     """The prediction of a step, beside that without recomputation."""
     simulation, times = best.simulation, step.loop.accumulate
-    price = prices_for(step, simulation.device)
+    price, reserved = prices_for(step, simulation.device), simulation.reserved_figures()
     seconds, without = (math.fsum(price(op) * (1 if once else times) for op, once in one.ran) for one in (best, plain))
     if isinstance(price, Measured):
         price.keep()
@@ -136,8 +136,8 @@ def _promised(step: TrainingStep, plain: CompiledStep, best: CompiledStep, wante
         timing="products and other calls one by one, fused kernels by the bytes that they read and write",
         loop=simulation.loop,
         advice=simulation.advice,
-        reserved_bytes=simulation.reserved_figures().get("reserved_bytes", 0),
-        expandable_bytes=simulation.reserved_figures().get("expandable_bytes", 0),
+        reserved_bytes=reserved.get("reserved_bytes", 0),
+        expandable_bytes=reserved.get("expandable_bytes", 0),
         budget=wanted.said,
         assumed=simulation.assumed,
         uncounted=simulation.uncounted,

@@ -158,7 +158,7 @@ def _shared(given: Any, dims: Any, capability: Capability | None, size: int) -> 
     return size * outputs * share * neighbours * vector + 4 * blocks if share > 1 else 0
 
 
-def _embedding(args: Sequence[Any], _: Mapping[str, Any], capability: Capability | None) -> int | None:
+def _embedding(args: Sequence[Any], *_: Any) -> int | None:
     """The bytes of an embedding's gradient (`Embedding.cu`): indices that are sorted, and sums of parts in 32 bits."""
     gradient, indices, rows, *_rest, by_frequency = args
     count = indices.numel()
@@ -167,7 +167,7 @@ def _embedding(args: Sequence[Any], _: Mapping[str, Any], capability: Capability
     return 48 * count + 4 * (count // 10 + min(count, rows)) * _up(gradient.shape[-1], 32)
 
 
-def _put(args: Sequence[Any], _: Mapping[str, Any], capability: Capability | None) -> int | None:
+def _put(args: Sequence[Any], *_: Any) -> int | None:
     """The bytes of values that are put at indices, or added there (`Indexing.cu`): then the indices are sorted."""
     indices = [index for index in args[1] if index is not None]
     if any(index.dtype in (torch.bool, torch.uint8) for index in indices):
@@ -223,7 +223,7 @@ def _histc(args: Sequence[Any], *_: Any) -> int | None:
 
 def _softmax_backward(args: Sequence[Any], *_: Any) -> int | None:
     """The bytes of the gradient times the result, and of copies of what is not contiguous (`SoftMax.cu`)."""
-    return args[0].numel() * args[0].dtype.itemsize + _copies(args[:2])
+    return args[0].nbytes + _copies(args[:2])
 
 
 def _logsumexp(args: Sequence[Any], *_: Any) -> int | None:
@@ -242,13 +242,8 @@ def _grouped(args: Sequence[Any], _: Mapping[str, Any], capability: Capability |
     return 60 * groups + 512 * _MULTIPROCESSORS[capability][0]
 
 
-def _norm(args: Sequence[Any], *_: Any) -> int | None:
-    """The bytes of copies that a layer norm makes of what is not contiguous."""
-    return _copies(args[:1])
-
-
 def _norm_backward(args: Sequence[Any], _: Mapping[str, Any], capability: Capability | None) -> int | None:
-    """The same; many rows of few values have sums of parts, too, of which none is known (`layer_norm_kernel.cu`)."""
+    """The bytes of copies; sums of parts, which many rows of few values have, are unknown (`layer_norm_kernel.cu`)."""
     width = math.prod(args[2])
     processors = _MULTIPROCESSORS.get(capability, (math.inf,))[0]
     split = args[1].numel() > 65536 * width and width // 32 < processors // 2
@@ -258,7 +253,7 @@ def _norm_backward(args: Sequence[Any], _: Mapping[str, Any], capability: Capabi
 def _product(args: Sequence[Any], *_: Any) -> int | None:
     """The bytes of copies of matrices that cuBLAS cannot read: whose rows and columns both have gaps (`Blas.cpp`)."""
     pair = [one for one in args if isinstance(one, torch.Tensor)][-2:]
-    return sum(one.numel() * one.dtype.itemsize for one in pair if not _for_cublas(one))
+    return sum(one.nbytes for one in pair if not _for_cublas(one))
 
 
 def _for_cublas(matrix: Any) -> bool:
@@ -267,7 +262,7 @@ def _for_cublas(matrix: Any) -> bool:
 
 
 def _copies(tensors: Sequence[Any]) -> int:
-    return sum(0 if one.is_contiguous() else one.numel() * one.dtype.itemsize for one in tensors)
+    return sum(one.nbytes for one in tensors if not one.is_contiguous())
 
 
 def _chunk_cat(args: Sequence[Any], kwargs: Mapping[str, Any], _: Capability | None) -> int | None:
@@ -300,7 +295,7 @@ _FORMULAS: Mapping[str, _Formula] = {
     "_softmax_backward_data": _softmax_backward,
     "logsumexp": _logsumexp,
     "_grouped_mm": _grouped,
-    "native_layer_norm": _norm,
+    "native_layer_norm": lambda args, *_: _copies(args[:1]),
     "native_layer_norm_backward": _norm_backward,
     "_chunk_cat": _chunk_cat,
 }

@@ -129,12 +129,13 @@ def free_bytes(model: nn.Module, device: torch.device, optimizer: object = None,
         for place, storage in own
         if place.type == device.type and device.index in (None, place.index)
     }
-    return memory_of(device)[0] + sum(held.values()) - reserve(device)
+    free, total = memory_of(device)
+    return free + sum(held.values()) - reserve(total)
 
 
-def reserve(device: torch.device) -> int:
-    """Returns the bytes of a device that a budget of what is free leaves."""
-    return round(RESERVE * memory_of(device)[1])
+def reserve(total: int) -> int:
+    """Returns the bytes that a budget of what is free leaves, of all that a device has."""
+    return round(RESERVE * total)
 
 
 def memory_of(device: torch.device) -> tuple[int, int]:

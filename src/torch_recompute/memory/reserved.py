@@ -38,7 +38,6 @@ from .ledger import CATEGORIES, GRADIENTS, OPTIMIZER, Block
 
 EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 _MIB = 2**20
-_SMALL = _MIB  # bytes that a small block has at most
 _APART = 1 << 50  # bytes from one segment to the next
 _STEPS = 4
 _LEFT = frozenset(("activations", "other"))
@@ -188,7 +187,7 @@ class Allocator:
     def take(self, nbytes: int) -> _Piece:
         """Allocates a block."""
         size = max(512, -(-nbytes // 512) * 512)
-        piece = (self._small if size <= _SMALL else self._large).take(size)
+        piece = (self._small if size <= _MIB else self._large).take(size)
         self.allocated += piece.size
         if self._limit is not None and self.reserved > self._limit:
             self.empty_cache()

@@ -21,14 +21,13 @@ from .. import errors
 from .._torch.fakes import FakeTensor
 from ..memory import measurement
 from ..memory.budget import as_budget
+from ..memory.free import reserve
 from ..memory.ledger import CountedOnce
 from ..memory.reserved import EXPANDABLE, expands
 from ..observer import Observer, always
 from .plan import Plan
 
 _MEASURE = "run the step in `with torch_recompute.measure(model, optimizer):` to see all categories"
-
-RESERVE = 0.05  # of the device: what `budget="fit"` leaves as well, for workspaces and fragments
 
 planned_models: weakref.WeakKeyDictionary[nn.Module, Plan] = weakref.WeakKeyDictionary()
 """The models that a plan is in; `apply` writes it."""
@@ -64,7 +63,7 @@ def look(region: str, text: str) -> str:
     if device is not None:
         allocated, held = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
         free, total = torch.cuda.mem_get_info(device)
-        capacity = free + held - round(RESERVE * total)  # what a step of this process can have
+        capacity = free + held - reserve(total)  # what a step of this process can have
         lines.append(
             f"On {device!s} {errors.size(allocated)} were allocated, {errors.size(held)} reserved by the allocator, of "
             f"{errors.size(total)}: {errors.size(max(0, held - allocated))} lay unused between them."

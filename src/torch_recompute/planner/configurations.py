@@ -409,7 +409,7 @@ def _lines(steps: Sequence[ConfiguredStep]) -> Iterator[str]:
     for one in steps:
         sizes = (
             one.peak_bytes,
-            *[one.reserved_bytes[word + "_bytes"] for word in reserved],
+            *([one.reserved_bytes["reserved_bytes"]] if reserved else []),
             *(one.made_of[part] for part in parts),
             *([one.host_bytes] if hosted else []),
         )

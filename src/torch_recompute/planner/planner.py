@@ -215,17 +215,18 @@ class Planner:
         plan = self.plan_for(budget)
         if read_budget(budget) != FIT or not self.plain.on_cuda:
             return plan
-        wanted = self._meant(read_budget(budget), lambda: 0)
-        room, said = sum(self.step.memory), wanted.said.removesuffix(")")
+        free, spare = self.step.memory
+        wanted = bytes_meant(FIT, lambda: 0, self.plain.peak_bytes, lambda: free)
+        room, said = free + spare, wanted.said.removesuffix(")")
         while (found := self.simulated(plan).reserved(expands(), limit=room)).ran_out:
             least = self.least[1].peak_bytes
-            less = max(least, min(wanted * room // found.reserved_bytes, wanted * 99 // 100))
             if wanted <= least:
                 short = f"PyTorch's allocator runs out of {errors.brief(room)} under this plan."
-                short += "" if expands() else f" Set {EXPANDABLE}."
                 assert plan.prediction is not None
-                advice = " ".join(filter(None, [short, plan.prediction.advice]))
+                write = "" if expands() else f"Set {EXPANDABLE}."
+                advice = " ".join(filter(None, [short, write, plan.prediction.advice]))
                 return replace(plan, prediction=replace(plan.prediction, advice=advice))
+            less = max(least, min(wanted * room // found.reserved_bytes, wanted * 99 // 100))
             wanted = Limit(less, f"{said}, {errors.brief(less)} beside what the allocator leaves unused)")
             plan = self.plan_for(wanted)
         return plan
