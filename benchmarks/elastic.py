@@ -19,7 +19,7 @@ where sizes are not known.
     python benchmarks/elastic.py --rounds 3
     python benchmarks/elastic.py --rounds 3 --on cuda
 
-On CUDA the lengths alone: width 2048 in bf16, 1024 to 16384 tokens, times by the clock. There the limit is the
+On CUDA the lengths alone: width 4096 in bf16, 1024 to 16384 tokens, times by the clock. There the limit is the
 allocator's own, which counts what it holds and no tensor uses, so plans and elastic regions have 5 % of slack.
 """
 
@@ -59,12 +59,12 @@ from support.limited import Limited, limited
 
 LAYERS, SHORTEST, MEDIAN, LONGEST = 8, 64, 256, 1024
 STEPS = {512: 14, 256: 24}
-CUDA_STEPS, LONGER = {2048: 14}, 16
+CUDA_STEPS, LONGER = {4096: 14}, 16
 """On CUDA: steps by width, and the lengths, in those above."""
 SHARES = 0.5, 0.2
 SIZES = [round(SHORTEST * (LONGEST / SHORTEST) ** (i / 10)) for i in range(11)]
 FITS, OVER = 0.02, 0.09
-"""What elastic may add to plain, in steps that fit and in those that do not, at width 512, and 2048 on CUDA."""
+"""What elastic may add to plain, in steps that fit and in those that do not, at width 512, and 4096 on CUDA."""
 OVER_SIZES = "elastic over 11 sizes"
 REPLAYS = {0.9: 11, 0.8: 22, 0.6: 39, 0.4: 58}
 """1F1B: the most replays at each limit."""
@@ -229,8 +229,10 @@ def length_rows(memory: Memory, width: int, steps: int, shares: tuple[float, ...
     """Lengths of text: what each way adds to plain."""
     on, times, slack = ("cpu", 1, 0.0) if isinstance(memory, Limited) else ("cuda", LONGER, 0.05)
     run, lengths_of_steps = Runner(memory), [times * length for length in lengths(steps)]
-    model = seeded(lambda: Decoder(LAYERS, width, times * LONGEST, functools.partial(TransformerBlock.gpt, head=64)))
-    model.to(on, torch.float32 if on == "cpu" else torch.bfloat16)
+    block = functools.partial(TransformerBlock.gpt, head=64)
+    with torch.device(on):
+        model = seeded(lambda: Decoder(LAYERS, width, times * LONGEST, block))
+    model.to(torch.float32 if on == "cpu" else torch.bfloat16)
     longest = text(times * LONGEST, 0, on)
     for share, limit in run.limits(model, longest, shares).items():
         # Without tensors that a step on a device would not have there, such as generators' states.

@@ -33,30 +33,34 @@ FREE = 78.5 * GIB
 """What an H100 of 79.18 GiB has beside the context of a process."""
 
 
-def simulated(case: str, ways: list[str], plans: dict[tuple[str, str], Any]) -> Iterator[Simulation]:
-    """Each way of a case, simulated for an H100."""
+def simulated(case: str, ways: list[str], plans: dict[tuple[str, str], Any]) -> Iterator[tuple[Simulation, int]]:
+    """Each way of a case, simulated for an H100, and the bytes of weights that its model has made and given up."""
     words = [word for word in case.split() if word not in ("--tiles", "--offload")]  # a plan says itself where
     args = cli.build_parser().parse_args(["plan", *words, "--device", "h100", "--recompute", "none"])
     step = models.AskedStep.asked(args)
+    model: Any = step.model
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    tied = 0 if head is None or head.weight is not embedding.weight else head.weight.nbytes
     for way in ways:
         stated = plans.get((case, way))
         plan = Plan.from_json(stated) if stated else configurations("way", way, step)[way]
         with models.autocasting(step.model, args.autocast):
-            yield peaks_of(step, {way: plan}, step.leave)[0].simulation
+            yield peaks_of(step, {way: plan}, step.leave)[0].simulation, tied
 
 
 def compared(case: str, rows: list[dict[str, Any]], plans: dict[tuple[str, str], Any], rounds: int) -> Iterator[Any]:
     """The rows of a case that ran, beside what is predicted."""
     allocator: Allocator | None = None
-    for row, found in zip(rows, simulated(case, [row["way"] for row in rows], plans), strict=True):
+    for row, (found, tied) in zip(rows, simulated(case, [row["way"] for row in rows], plans), strict=True):
         expandable = bool(row.get("expandable"))
         states = allocator is None or expandable  # each run with expandable segments is a process of its own
         if allocator is None or states:
             allocator = Allocator(expandable, int(FREE))
             load(allocator, found.blocks)
-        train(allocator, found.blocks, WARM, states=states)
+            if tied:  # transformers ties a head to the embedding when both have a weight
+                allocator.give_back(allocator.take(tied))
         allocator.reset()
-        train(allocator, found.blocks, rounds, states=False)
+        train(allocator, found.blocks, WARM + rounds, states=states)
         most = allocator.most()
         allocator.empty_cache()
         alone = found.reserved(expandable)

@@ -3,8 +3,7 @@
     python benchmarks/simulated_peak.py
 
 "measure" is this library's measurement of the real step; "allocator" is the running sum of the CPU allocator's own
-events in a third run, without the random generator's states (5,056 bytes each, host memory on any device). What the
-other two have and the allocator does not are sums that autograd makes in place where no mode watches.
+events in a third run, without the random generator's states (5,056 bytes each, host memory on any device).
 """
 
 from __future__ import annotations

@@ -213,7 +213,7 @@ def test_what_cudnn_keeps_is_asked_of_it(dropout: float) -> None:
     state = torch._cudnn_init_dropout_state(dropout, True, 0, dtype=torch.uint8, device=x.device) if dropout else x[:0]
     measured = stepped(model, x)[0] - state.nbytes
     assert measured <= predicted * 1.005
-    assert predicted <= measured * 1.05 + (x.nbytes if dropout else 0)
+    assert predicted <= measured * 1.05 + (2 * x.nbytes if dropout else 0)
 
 
 class Shared(nn.Module):

@@ -7,6 +7,7 @@ one again is private.
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -30,6 +31,12 @@ def set_versions(versions: list[tuple[torch.Tensor, int]]) -> None:
     changed = [(tensor, then) for tensor, then in versions if tensor._version != then]
     if changed:
         _set_versions(*map(tuple, zip(*changed, strict=True)))
+
+
+def uses(tensor: Any) -> tuple[int, ...]:
+    """Counts the references to a tensor, its memory and its Python object; comparable at one depth of calls alone."""
+    storage = tensor.untyped_storage()
+    return tensor._use_count(), _C._storage_Use_Count(storage._cdata), sys.getrefcount(tensor)
 
 
 class Memory:

@@ -69,7 +69,8 @@ def attention(func: Any, args: Sequence[Any]) -> int | None:
     - flash (`flash_api.cpp`, `mha_bwd`): rows of a multiple of 128 and widths of a multiple of 32, or 256 above 192
     - efficient (`attention_backward.cu`): rows and widths of multiples of 64 where the type has 16 bits, else only the
       number per query; its forward sums the result in 32 bits where values are wider than 128
-    - cuDNN from 9.0 on (`scaled_dot_product_flash_attention.h` of its frontend): rows and widths as they are
+    - cuDNN from 9.0 on (`scaled_dot_product_flash_attention.h` of its frontend): rows and widths as they are, and 256
+      bytes with fewer heads of keys
     """
     name = _name(func)
     if not name.startswith(_SDPA) or "for_cpu" in name or "math" in name:
@@ -89,6 +90,7 @@ def attention(func: Any, args: Sequence[Any]) -> int | None:
         accumulated = rows * (width + 1)
     grouped = "efficient" not in name and key.shape[1] != heads
     spread = batch * heads * key.shape[-2] * (width + value.shape[-1]) * query.dtype.itemsize if grouped else 0
+    spread += 256 if grouped and "flash" not in name else 0
     return 4 * batch * heads * accumulated + spread
 
 
@@ -125,7 +127,7 @@ def _shared(given: Any, dims: Any, capability: Capability | None, size: int) -> 
     A block has `width` times `height` threads: side by side along the last dimension in memory, and one above the other
     along the values of a result. Where each thread has many values and the device has room for more blocks, several
     share a result, and each has its part of it in memory, of `size` bytes: of all its threads, where these make
-    neighbouring results.
+    neighbouring results. The 4 bytes for each block that counts them have memory of their own, and are left out.
     """
     given_dims = dims if isinstance(dims, Sequence) else () if dims is None else (dims,)
     order = sorted(range(given.dim()), key=lambda dim: -given.stride(dim) if given.shape[dim] > 1 else -math.inf)
@@ -155,7 +157,7 @@ def _shared(given: Any, dims: Any, capability: Capability | None, size: int) -> 
     if each < 256 or blocks > room:
         return 0
     share = max(min(-(-room // blocks), -(-each // 16)), -(-each // 256))
-    return size * outputs * share * neighbours * vector + 4 * blocks if share > 1 else 0
+    return size * outputs * share * neighbours * vector if share > 1 else 0
 
 
 def _embedding(args: Sequence[Any], *_: Any) -> int | None:

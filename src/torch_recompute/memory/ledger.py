@@ -14,6 +14,7 @@ entries, not of categories, so that bytes which turn out to be a gradient later 
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -218,6 +219,23 @@ def _last(changes: Iterable[tuple[Entry, int]]) -> Entries:
 
 SCALARS: frozenset[type] = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout})
 """Types of arguments that hold no tensor, most of all that operations are given."""
+
+
+@functools.lru_cache(2**14)
+def laid(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """Returns how a tensor lies in memory: 0 contiguous, 1 dense in another order of its dimensions, 2 with gaps."""
+    if 0 in shape:
+        return 0
+    places = [(step, size) for step, size in zip(stride, shape, strict=True) if size != 1]
+    for which, order in ((0, places[::-1]), (1, sorted(places))):
+        expected = 1
+        for step, size in order:
+            if step != expected:
+                break
+            expected *= size
+        else:
+            return which
+    return 2
 
 
 def storages(value: object) -> list[tuple[torch.device, torch.UntypedStorage]]:

@@ -10,9 +10,8 @@ new is counted, but deaths still are: `live_bytes` then says what the block has 
 ledgers.
 
 Not seen: threads that the user starts (autograd's own are seen), sparse tensors, and what no operator returns, such as
-the 5 kB of a random generator's state in each checkpoint. Under any dispatch mode autograd sums the gradients of a
-tensor used twice into a new buffer, where it otherwise may do so in place; and the CUDA allocator's peak statistics are
-reset when a measurement begins.
+the 5 kB of a random generator's state in each checkpoint. The CUDA allocator's peak statistics are reset when a
+measurement begins.
 """
 
 from __future__ import annotations

@@ -28,10 +28,11 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from .._torch import TorchDispatchMode, current_node, in_backward, sequence_number, sequence_of
-from .._torch.graphs import ENGINE, caller
+from .._torch.graphs import ENGINE, caller, no_dispatch_modes
+from .._torch.storages import uses
 from ..observer import observing, running
 from ..values import thread
-from .ledger import leaves, storages
+from .ledger import laid, leaves, storages
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _NN = os.path.join(_TORCH, "nn") + os.sep
@@ -143,17 +144,20 @@ class PlainFormulas:
     (`TensorSubclassLikeUtils.h`). Its formulas for the gradients of indexing, `gather`, `max` and others scatter into a
     copy of the zeros that they have made: for logits of which some rows are taken, as much again as the logits. A
     linear layer adds its bias so to a product of what is not contiguous. Binary cross-entropy with logits makes its
-    gradient in one tensor otherwise, and in three so.
+    gradient in one tensor otherwise, and in three so. The engine sums the gradients of a tensor that is used twice into
+    the first one, where nothing else refers to that.
     """
 
     def __init__(self) -> None:
         self._zeros: Callable[[], object] = lambda: None
         self._last: tuple[Callable[[], object], Callable[[], object]] = self._zeros, self._zeros
+        self._node, self._made = -1, list[Callable[[], object]]()  # of the node that runs: its number, what it made
+        _uses_of_a_sum()
 
     def meant(self, func: Any, args: Sequence[Any]) -> Any:
         """The operation that a plain step runs in the place of this one."""
         if func is _ADD:
-            return _aten.add_.Tensor if caller(_OURS) is nn.Linear.forward.__code__ else func
+            return _aten.add_.Tensor if self._adds_in_place(args[0]) else func
         if func in _WRITING and any(args[0] is made() for made in self._last) and not torch.is_grad_enabled():
             node = current_node()
             return _WRITING[func] if node is not None and node.name() == _LOGITS else func
@@ -162,12 +166,45 @@ class PlainFormulas:
             return func
         return plain
 
+    def _adds_in_place(self, into: Any) -> bool:
+        code = caller(_OURS)
+        if code is not ENGINE or torch.is_grad_enabled():
+            return code is nn.Linear.forward.__code__
+        mine = sequence_of(current_node()) == self._node and any(into is made() for made in self._made)
+        if mine or not isinstance(into, torch.Tensor):  # what a node has made itself may be a part of its formula
+            return False
+        return laid(tuple(into.shape), into.stride()) < 2 and uses(into) == _uses_of_a_sum()
+
     def ran(self, func: Any, out: Any) -> None:
         """Is told of each operation that has run."""
-        if func in _ZEROS and in_backward() and isinstance(out, torch.Tensor):
+        node = current_node() if in_backward() else None
+        if node is None:
+            return
+        if (number := sequence_of(node)) != self._node:
+            self._node, self._made = number, []
+        self._made += map(weakref.ref, leaves(out))
+        if func in _ZEROS and isinstance(out, torch.Tensor):
             self._zeros = weakref.ref(out)
-        elif func in _MAKING and in_backward() and isinstance(out, torch.Tensor):
+        elif func in _MAKING and isinstance(out, torch.Tensor):
             self._last = self._last[1], weakref.ref(out)
+
+
+@functools.cache
+def _uses_of_a_sum() -> tuple[int, ...]:
+    """Returns the `uses` of a gradient that the engine alone refers to, when it adds another."""
+    found: list[tuple[int, ...]] = []
+
+    class Sums(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is _ADD and in_backward():
+                into = args[0]  # a name for it, as above
+                found.append(uses(into))
+            return func(*args, **(kwargs or {}))
+
+    with no_dispatch_modes(), torch.enable_grad(), Sums():
+        x = torch.ones(2, requires_grad=True) * 1
+        (x.sin() + x.cos()).backward(torch.ones(2))
+    return found[0]
 
 
 class Operations(TorchDispatchMode):

@@ -53,7 +53,7 @@ from ..stores.measured import PriceFile, folder, full_name
 from . import allocator
 from .cuda_kernels import attention, has_formula, taken_on_cuda
 from .free import host_memory
-from .ledger import SCALARS, leaves, storages
+from .ledger import SCALARS, laid, leaves, storages
 
 aten: Any = torch.ops.aten
 _CUDNN: Any = aten._cudnn_rnn.default
@@ -181,28 +181,11 @@ def _look(value: Any, found: dict[Any, Any], worst: int) -> int:
             other = found.setdefault(shape, stride)
             if other != stride and any(a != b for a, b, n in zip(other, stride, shape, strict=True) if n > 1):
                 return len(_LAYOUTS) - 1
-            worst = max(worst, _laid(shape, stride))
+            worst = max(worst, laid(shape, stride))
     elif isinstance(value, (list, tuple, dict)):
         for item in cast("Sequence[Any]", value.values() if isinstance(value, dict) else value):
             worst = _look(item, found, worst)
     return worst
-
-
-@functools.lru_cache(2**14)
-def _laid(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    """The number of a tensor's layout."""
-    if 0 in shape:
-        return 0
-    places = [(step, size) for step, size in zip(stride, shape, strict=True) if size != 1]
-    for which, order in ((0, places[::-1]), (1, sorted(places))):
-        expected = 1
-        for step, size in order:
-            if step != expected:
-                break
-            expected *= size
-        else:
-            return which
-    return 2
 
 
 # --- what is taken ---

@@ -223,7 +223,7 @@ class Planner:
             if wanted <= least:
                 short = f"PyTorch's allocator runs out of {errors.brief(room)} under this plan."
                 assert plan.prediction is not None
-                write = "" if expands() else f"Set {EXPANDABLE}."
+                write = "" if expands() else f"Set {EXPANDABLE}, by which it gives back what it does not use."
                 advice = " ".join(filter(None, [short, write, plan.prediction.advice]))
                 return replace(plan, prediction=replace(plan.prediction, advice=advice))
             less = max(least, min(wanted * room // found.reserved_bytes, wanted * 99 // 100))
