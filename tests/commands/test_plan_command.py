@@ -20,6 +20,7 @@ from torch_recompute.commands.models import PRESETS, batch_for, load
 from torch_recompute.planner.configurations import PEAK_WORDS
 from torch_recompute.planner.layout import LayoutPlanner
 from torch_recompute.planner.longest import Longest, LongestOnRanks
+from torch_recompute.training_step import TrainingStep
 
 
 def block() -> nn.Module:
@@ -376,10 +377,18 @@ def test_a_function_of_the_user(capsys: pytest.CaptureFixture[str]) -> None:
     assert by_place["dtypes"] == ["float32"]
 
 
-def test_what_fits_on_each_rank_of_a_pipeline_is_of_its_device(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_fits_on_each_rank_of_a_pipeline_is_of_its_device(
+    llama: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With "fit" each rank has what the device by name has, and not what the machine that plans has free."""
-    ranks = document(capsys, llama, "--pp", "3", "--sequence", "32", "--device", "h100", "--budget", "fit")["ranks"]
+    argv = [llama, "--pp", "3", "--sequence", "32", "--device", "h100", "--budget", "fit"]
+    ranks = document(capsys, *argv)["ranks"]
     assert all(rank["peak_bytes"] == rank["plain_peak_bytes"] for rank in ranks)
+    free = 66 * 2**20  # cuBLAS keeps nearly all of it
+    monkeypatch.setattr(TrainingStep, "memory", (free, 0))
+    (full,) = document(capsys, *argv, "--longest", "--recompute", "full")["configurations"]
+    assert full["most"] > 32
+    assert free * 0.99 < full["peak_bytes"] <= free
 
 
 def test_the_most_of_configurations_on_ranks(llama: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -232,9 +232,9 @@ class Search(ABC):
         )
 
 
-def _allowed(asked: Budget, step: TrainingStep | None = None) -> Limit:
+def _allowed(asked: Budget, step: TrainingStep) -> Limit:
     """The bytes of a budget; "fit" is of the device where a step runs."""
-    return bytes_meant(asked, lambda: 0, 0, step and step.free_bytes)
+    return bytes_meant(asked, lambda: 0, 0, step.free_bytes)
 
 
 class LongestOnRanks(Search):
@@ -257,8 +257,8 @@ class LongestOnRanks(Search):
             BudgetError: Not one token, or not one item, fits.
             ArgumentError: The budget is a share.
         """
-        allowed, planner = _allowed(self.asked()), self.make(LayoutPlanner, start)
-        self._share(planner)
+        planner = self.make(LayoutPlanner, start)
+        allowed = self._begun(planner)
         return self._planned(start, planner.planner.leanest, allowed)
 
     def stated(self, plans: Mapping[str, Plan], start: int) -> tuple[ConfiguredLayout, ...]:
@@ -266,14 +266,14 @@ class LongestOnRanks(Search):
 
         Raises:
             BudgetError: Not one token, or not one item, fits under one of them.
-            ArgumentError: The budget is a share, or "fit".
+            ArgumentError: The budget is a share.
         """
-        allowed = _allowed(self.asked())
-        self._share(self.make(LayoutRanks, start))
-        return self._stated(plans, start, allowed)
+        return self._stated(plans, start, self._begun(self.make(LayoutRanks, start)))
 
-    def _share(self, ranks: LayoutRanks) -> None:
+    def _begun(self, ranks: LayoutRanks) -> Limit:
+        """The bytes of the budget on each rank."""
         self.grain = 1 if self.batch else ranks.layout.ranks.divides_tokens
+        return _allowed(self.asked(), ranks.step)
 
     def _configured(self, name: str, plan: Plan, length: int) -> tuple[ConfiguredLayout, int, str]:
         one = self.make(LayoutRanks, length).configured(name, plan)
