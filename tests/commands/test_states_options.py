@@ -124,6 +124,8 @@ def test_they_compose(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[
         (["--tiles", "--tp", "2"], "--tiles does not go with --tp: ranks that share a product"),
         (["--tiles", "--pp", "2", "--fsdp", "2"], "--tiles does not go with --fsdp with --pp: torch's pipeline makes"),
         (["--base", "nf4"], "--base nf4 goes with --lora"),
+        (["--lora", "8", "--layers", "fused"], "--lora does not go with --layers fused: its kernels take"),
+        (["--lora", "8", "--base", "nf4", "--layers", "compiled"], "--base nf4 does not go with --layers compiled"),
         (["--lora", "8", "--base", "bf16", "--dtype", "fp32"], "--dtype fp32: it is the type of the weights"),
     ],
 )

@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from support.training import kept_by_compiled, kept_in
-from torch_recompute import Plan
+from torch_recompute import Choice, Plan
 from torch_recompute.compiling.layers import compile_layers
 from torch_recompute.errors import ArgumentError
 from torch_recompute.plan.apply import apply
 from torch_recompute.plan.config import plan_of
 from torch_recompute.plan.ranks import Ranks
 from torch_recompute.planner.configurations import ConfiguredStep, configurations, peaks_of
+from torch_recompute.planner.planner import Planner
 from torch_recompute.simulation import Simulation, simulate_step
 from torch_recompute.training_step import TrainingStep, any_loss
 
@@ -27,6 +28,7 @@ SIZES = {"vocab_size": 64, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "i
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": TOKENS}
 ALONE = Ranks()
 kept = partial(kept_in, path="model.layers.1")
+kept_adapted = partial(kept_in, path="base_model.model.model.layers.1")
 
 
 def llama(device: str = "meta") -> Any:
@@ -34,6 +36,12 @@ def llama(device: str = "meta") -> Any:
     config = transformers.LlamaConfig(**SIZES, **HEADS, dtype=torch.bfloat16)
     with torch.device(device):
         return transformers.LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
+
+
+def adapted(model: Any) -> Any:
+    """A model whose products have adapters."""
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
 
 
 def step_of(model: nn.Module, device: str = "cpu", tokens: int = TOKENS, ranks: Ranks = ALONE) -> TrainingStep:
@@ -49,10 +57,12 @@ def simulated(model: nn.Module, words: str = "none", device: str = "cpu", tokens
     return simulate_step(step, prepare=lambda copy: apply(copy, plan_of(words, copy)), rounding=1)
 
 
-def measured(tokens: int) -> int:
+def measured(tokens: int, *, adapters: bool = False) -> int:
     """The bytes that a layer keeps which torch compiles for a CPU, but for its input."""
     model = llama("cpu")
     layer = model.model.layers[1]
+    if adapters:
+        adapted(model)
     x = torch.randn(1, tokens, WIDTH, dtype=torch.bfloat16, requires_grad=True)
     positions = model.model.rotary_emb(x.detach(), torch.arange(tokens)[None])
     return kept_by_compiled(layer, x, position_embeddings=positions)
@@ -68,6 +78,14 @@ def test_a_compiled_layer_keeps_what_torch_keeps(tokens: int) -> None:
     found = compile_layers(model, ALONE)
     assert found.as_data() == {"run": "compiled", "compiled": {"LlamaDecoderLayer": LAYERS}}
     assert kept(simulated(model, tokens=tokens)) == measured(tokens) < kept(simulated(llama(), tokens=tokens))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+def test_a_compiled_layer_with_adapters_keeps_what_torch_keeps() -> None:
+    """With adapters in its products, as `--lora` makes them, too."""
+    model = adapted(llama())
+    compile_layers(model, ALONE)
+    assert kept_adapted(simulated(model)) == measured(TOKENS, adapters=True) < kept_adapted(simulated(adapted(llama())))
 
 
 @pytest.mark.parametrize("kind", ["all-gather", "ring"])
@@ -96,6 +114,19 @@ def test_a_region_around_a_compiled_layer_keeps_its_input() -> None:
         assert kept(found) == kept(simulated(plain, "full", device)) == TOKENS * WIDTH * 2
         assert found.flops["replay"] > 0
         assert kept(simulated(model, "none", device)) < kept(simulated(plain, "none", device))
+
+
+def test_no_plan_keeps_a_part_of_a_compiled_layer() -> None:
+    """A plan has regions around compiled layers, and keeps nothing in them: what torch keeps there is not simulated."""
+    model = llama()
+    compile_layers(model, ALONE)
+    step = step_of(model, "h100")
+    found = Planner(step).plan(0.5)
+    assert len(found) > 0
+    assert not any(choice.kept for choice in found)
+    plans = [Plan((Choice(("model.layers.1",), keep=keep),)) for keep in ((), ("@product",))]
+    every, products = (simulate_step(step, prepare=partial(apply, plan=plan)) for plan in plans)
+    assert (every.saved_bytes, every.flops) == (products.saved_bytes, products.flops)
 
 
 def test_what_a_compiled_layer_cannot_do_is_refused() -> None:

@@ -273,7 +273,8 @@ def graph_on_fakes(
 
     def run(*args: torch.Tensor) -> Any:
         modes[:] = _active_modes()
-        with functorch.patch(enable_autograd_cache=False, donated_buffer=False):
+        # A region finds what it keeps by a function mode, and inductor's products are none of the layer's own calls.
+        with functorch.patch(enable_autograd_cache=False, donated_buffer=False), torch._C.DisableTorchFunction():
             return made(*args)
 
     return run

@@ -358,9 +358,13 @@ def lora_of(args: argparse.Namespace) -> Lora | None:
     if getattr(args, "tp", None) not in (None, 1):
         why = "a slice of a layer has collectives for its products, and none for adapters. --fsdp and --pp need none"
         raise errors.ArgumentError(goes_without("--lora", "--tp", why))
-    if (getattr(args, "layers", None) or LAYERS[0]) != LAYERS[0]:
+    layers = getattr(args, "layers", None)
+    if layers == "fused":
         why = "its kernels take a layer's weights without adapters"
-        raise errors.ArgumentError(goes_without("--lora", f"--layers {args.layers}", why))
+        raise errors.ArgumentError(goes_without("--lora", "--layers fused", why))
+    if layers == "compiled" and base == "nf4":
+        why = "whether a compiled layer keeps weights that it has made of 4 bits is not known"
+        raise errors.ArgumentError(goes_without("--base nf4", "--layers compiled", why))
     return Lora.of(words)
 
 
@@ -747,15 +751,18 @@ class AskedStep(TrainingStep):
         device = device_of(args, "h100" if meta else None)
         if device is None:
             _check_no_data_sheet(args)
-        layers = run_as(model, getattr(args, "layers", None), ranks)
+        how = getattr(args, "layers", None)
+        layers = run_as(model, how, ranks) if lora is None else None
         if built_here and ranks.fully_sharded:
             if ranks.tp * ranks.cp > 1:
                 model, _, batch = one_rank(model, args.model, ranks, args.mbs or 1, call[1]["input_ids"].shape[1])
                 call, loss = ((), batch), any_loss
             ranks = mixed_precision(model, args, ranks)
         notes = notes_on(model, args.model, call[1]) if built_here else ()
+        if lora is not None:
+            model = with_adapters(model, args, sharded=ranks.fully_sharded)
+            layers = run_as(model, how, ranks)
         notes += () if layers is None else tuple(layers.notes)
-        model = with_adapters(model, args, sharded=ranks.fully_sharded)
         words: Any = args.model, name, leave_of(args), notes, built_here, layers, again
         return AskedStep(model, *call, loss, optimizer, device, loop, ranks, *words, asked_states=states_words(args))
 
