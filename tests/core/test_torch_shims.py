@@ -1121,6 +1121,7 @@ ELSEWHERE = {
     "tree_flatten tree_unflatten tree_leaves tensors_in": ("core/test_arguments.py", "Call("),
     "see_through SEE_THROUGH checkpoints.respect_hooks": ("compat/test_checkpoint.py", "respect_saved_tensors_hooks="),
     "storages.cpu_allocations": ("memory/test_measure.py", "cpu_allocations("),
+    "storages.uses": ("memory/test_measure.py", "uses("),
     "storages.cpu_bytes_between": ("memory/test_workspaces.py", "cpu_bytes_between("),
     "modes.ComputedWeights": ("laws/test_law_05_world.py", "cached()"),
     "modes.attention_in_parts": ("plans/test_kept_calls.py", "MultiheadAttention("),

@@ -28,7 +28,7 @@ from support.models import Made
 from support.zoo import ZOO, build, scalar_loss
 from torch_recompute._torch import storages
 from torch_recompute._torch.storages import cpu_allocations
-from torch_recompute.memory import CATEGORIES, Measurement, measure
+from torch_recompute.memory import CATEGORIES, Measurement, measure, operations
 
 KIB = 1024
 
@@ -357,6 +357,30 @@ def test_formulas_write_where_a_plain_step_writes(name: str) -> None:
     with measure() as m:
         assert torch.equal(step(), wanted)
     assert abs(m.peak_bytes - peak) <= 64  # numbers that become tensors do not count
+
+
+def test_references_are_counted_alike_wherever_a_process_begins() -> None:
+    """What tells a sum in place is the same in any mode, in backward, and where Dynamo evaluates frames."""
+    fresh: Any = operations._uses_of_a_sum.__wrapped__  # pyright: ignore[reportPrivateUsage]
+    wanted, found = fresh(), list[Any]()
+    for around in (
+        torch.inference_mode(),
+        torch.device("meta"),
+        FakeTensorMode(),
+        torch.autograd.set_detect_anomaly(True),
+    ):
+        with around:
+            found.append(fresh())
+    y = torch.ones(2, requires_grad=True) * 2
+    y.register_hook(lambda _: found.append(fresh()))
+    y.sum().backward()
+    torch.vmap(lambda x: found.append(fresh()) or x)(torch.ones(2))
+    torch._dynamo.run(lambda: found.extend(fresh() for _ in range(20)))()
+    assert set(found) == {wanted}
+    y = torch.ones(2)
+    references, memories, objects = storages.uses((y,))
+    held = y
+    assert storages.uses((held,)) == (references, memories, objects + 1)
 
 
 def test_an_event_of_older_memory_with_the_size_of_new(monkeypatch: pytest.MonkeyPatch) -> None:

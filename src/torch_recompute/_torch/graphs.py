@@ -14,7 +14,6 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._traceback import CapturedTraceback
 
 
@@ -37,9 +36,6 @@ _AROUND_MODES = tuple(
     for path in (("_compile.py",), ("_dynamo", ""), ("utils", "_python_dispatch.py"))
 )
 
-
-no_dispatch_modes: Callable[[], contextlib.AbstractContextManager[Any]] = _disable_current_modes
-"""A context in which no mode that is active sees an operation, and others can be entered."""
 
 ENGINE = torch.autograd.graph._engine_run_backward.__code__
 """Python's frame around PyTorch's engine."""

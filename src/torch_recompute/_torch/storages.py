@@ -33,10 +33,12 @@ def set_versions(versions: list[tuple[torch.Tensor, int]]) -> None:
         _set_versions(*map(tuple, zip(*changed, strict=True)))
 
 
-def uses(tensor: Any) -> tuple[int, ...]:
-    """Counts the references to a tensor, its memory and its Python object; comparable at one depth of calls alone."""
-    storage = tensor.untyped_storage()
-    return tensor._use_count(), _C._storage_Use_Count(storage._cdata), sys.getrefcount(tensor)
+def uses(args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Counts the references to the first tensor of a mode's arguments, to its memory, and to its Python object.
+
+    Only calls of C see the tensor itself: how many references a call of Python adds depends on who evaluates frames.
+    """
+    return args[0]._use_count(), _C._storage_Use_Count(args[0].untyped_storage()._cdata), sys.getrefcount(args[0])
 
 
 class Memory:

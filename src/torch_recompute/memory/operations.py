@@ -28,7 +28,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from .._torch import TorchDispatchMode, current_node, in_backward, sequence_number, sequence_of
-from .._torch.graphs import ENGINE, caller, no_dispatch_modes
+from .._torch.graphs import ENGINE, caller
 from .._torch.storages import uses
 from ..observer import observing, running
 from ..values import thread
@@ -154,10 +154,10 @@ class PlainFormulas:
         self._node, self._made = -1, list[Callable[[], object]]()  # of the node that runs: its number, what it made
         _uses_of_a_sum()
 
-    def meant(self, func: Any, args: Sequence[Any]) -> Any:
+    def meant(self, func: Any, args: tuple[Any, ...]) -> Any:
         """The operation that a plain step runs in the place of this one."""
         if func is _ADD:
-            return _aten.add_.Tensor if self._adds_in_place(args[0]) else func
+            return _aten.add_.Tensor if self._adds_in_place(args) else func
         if func in _WRITING and any(args[0] is made() for made in self._last) and not torch.is_grad_enabled():
             node = current_node()
             return _WRITING[func] if node is not None and node.name() == _LOGITS else func
@@ -166,14 +166,14 @@ class PlainFormulas:
             return func
         return plain
 
-    def _adds_in_place(self, into: Any) -> bool:
+    def _adds_in_place(self, args: tuple[Any, ...]) -> bool:
         code = caller(_OURS)
         if code is not ENGINE or torch.is_grad_enabled():
             return code is nn.Linear.forward.__code__
-        mine = sequence_of(current_node()) == self._node and any(into is made() for made in self._made)
-        if mine or not isinstance(into, torch.Tensor):  # what a node has made itself may be a part of its formula
+        mine = sequence_of(current_node()) == self._node and any(args[0] is made() for made in self._made)
+        if mine or not isinstance(args[0], torch.Tensor):  # what a node has made itself may be a part of its formula
             return False
-        return laid(tuple(into.shape), into.stride()) < 2 and uses(into) == _uses_of_a_sum()
+        return laid(tuple(args[0].shape), args[0].stride()) < 2 and uses(args) == _uses_of_a_sum()
 
     def ran(self, func: Any, out: Any) -> None:
         """Is told of each operation that has run."""
@@ -197,13 +197,17 @@ def _uses_of_a_sum() -> tuple[int, ...]:
     class Sums(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is _ADD and in_backward():
-                into = args[0]  # a name for it, as above
-                found.append(uses(into))
+                found.append(uses(args))
             return func(*args, **(kwargs or {}))
 
-    with no_dispatch_modes(), torch.enable_grad(), Sums():
-        x = torch.ones(2, requires_grad=True) * 1
-        (x.sin() + x.cos()).backward(torch.ones(2))
+    def add() -> None:
+        with Sums():
+            x = torch.ones(2, requires_grad=True) * 1
+            (x.sin() + x.cos()).backward(torch.ones(2))
+
+    apart = threading.Thread(target=add)  # which is in no backward, transform, mode or inference
+    apart.start()
+    apart.join()
     return found[0]
 
 
