@@ -142,7 +142,16 @@ class Ledger:
     def book_deaths(self) -> None:
         """Takes out the storages that died since the last call."""
         while self._dead:
-            entry = self._dead.popleft()
+            self._take_out(self._dead.popleft())
+
+    def give_up(self, storage: torch.UntypedStorage) -> None:
+        """Takes out a storage that would not be there any more, and is soon not."""
+        self.book_deaths()
+        if (entry := self._entries.get(id(storage))) is not None:
+            self._take_out(entry)
+
+    def _take_out(self, entry: Entry) -> None:
+        if self._entries.get(entry.key) is entry:
             self.live -= entry.nbytes
             self._pending.append((entry, 0))
             del self._entries[entry.key]

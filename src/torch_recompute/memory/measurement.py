@@ -47,7 +47,7 @@ from .ledger import (
     by_category,
     storages,
 )
-from .operations import Operation, Operations, place_in_code
+from .operations import ADDED, Operation, Operations, place_in_code
 from .snapshot import write_snapshot
 from .workspaces import watched, workspace
 
@@ -279,6 +279,8 @@ class Measurement:
             place: Place | None = None
             for device, storage in ran.made:
                 ledger = self._ledgers[device]
+                if func is ADDED:  # which stands for what it was added to
+                    ledger.give_up(ran.args[0].untyped_storage())
                 if not ledger.touch(storage):
                     place = place or self._place(func)
                     ledger.mark(storage, OPTIMIZER if self._in_step else ACTIVATIONS, place)

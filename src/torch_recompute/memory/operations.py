@@ -122,6 +122,8 @@ Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], tuple[Any, int | None]]
 _SCATTERING = "scatter", "scatter_add", "index_add", "index_fill", "index_put", "masked_scatter", "put"
 _aten: Any = torch.ops.aten
 _ADD = _aten.add.Tensor
+ADDED = _aten.add_.Tensor
+"""The operation by which a plain step adds in place; under `Operations` its result has memory of its own."""
 _ZEROS = frozenset({_aten.zeros.default, _aten.new_zeros.default, _aten.zeros_like.default})
 _LOGITS = "BinaryCrossEntropyWithLogitsBackward0"  # the node whose formula writes into what it has made
 _WRITING = {_aten.sub.Tensor: _aten.sub_.Tensor, _aten.mul.Tensor: _aten.mul_.Tensor}
@@ -157,7 +159,7 @@ class PlainFormulas:
     def meant(self, func: Any, args: tuple[Any, ...]) -> Any:
         """The operation that a plain step runs in the place of this one."""
         if func is _ADD:
-            return _aten.add_.Tensor if self._adds_in_place(args) else func
+            return ADDED if self._adds_in_place(args) else func
         if func in _WRITING and any(args[0] is made() for made in self._last) and not torch.is_grad_enabled():
             node = current_node()
             return _WRITING[func] if node is not None and node.name() == _LOGITS else func
@@ -167,10 +169,10 @@ class PlainFormulas:
         return plain
 
     def _adds_in_place(self, args: tuple[Any, ...]) -> bool:
-        code = caller(_OURS)
-        if code is not ENGINE or torch.is_grad_enabled():
+        code, node = caller(_OURS), current_node()
+        if code is not ENGINE or node is None or torch.is_grad_enabled():
             return code is nn.Linear.forward.__code__
-        mine = sequence_of(current_node()) == self._node and any(args[0] is made() for made in self._made)
+        mine = sequence_of(node) == self._node and any(args[0] is made() for made in self._made)
         if mine or not isinstance(args[0], torch.Tensor):  # what a node has made itself may be a part of its formula
             return False
         return laid(tuple(args[0].shape), args[0].stride()) < 2 and uses(args) == _uses_of_a_sum()
@@ -229,10 +231,11 @@ class Operations(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        func = self._formulas.meant(func, args)
+        meant = self._formulas.meant(func, args)
+        func = func if meant is ADDED else meant  # values are not risked: a formula may read again what it adds to
         out, taken = (func(*args, **kwargs), None) if self._run is None else self._run(func, args, kwargs)
         self._formulas.ran(func, out)
-        self._seen(Operation(func, args, kwargs, out, taken=taken))
+        self._seen(Operation(meant, args, kwargs, out, taken=taken))
         return out
 
 
