@@ -84,25 +84,25 @@ def test_every_step_stays_under_the_limit_and_all_is_kept_where_it_fits(capsys: 
         plain = Training()
         wanted = [plain.step() for _ in range(5)]
         need = least.predicted_peak_bytes or 0
-        replays: list[int] = []
+        replays: list[list[int]] = []
         for limit in (10 * need, round(1.1 * need)):
             resident = memory.live()
             mine = Training().auto(elastic=Elastic(resident + limit, slack=0.0, meter=memory))
             assert "recomputed when memory is short" in capsys.readouterr().out
             assert mine.handle.plan.choices == tuple(replace(choice, elastic=True) for choice in least)
             memory.limit = resident + limit
+            replays.append([])
             for number in range(5):
                 got = mine.step()
                 assert all(map(torch.equal, got, wanted[number]))
                 del got
+                replays[-1].append(sum(row.replayed for row in mine.handle.report().elastic.rows))
             memory.limit = None
-            rows = mine.handle.report().elastic.rows
-            replays.append(sum(row.replayed for row in rows))
-            assert not any(row.run_again for row in rows)
+            assert not any(row.run_again for row in mine.handle.report().elastic.rows)
             mine.handle.remove()
             del mine
-        assert replays[0] == len(least.choices)  # the first step, in which nothing is kept
-        assert replays[1] > replays[0]
+        assert len(least.choices) <= replays[0][0] == replays[0][-1]  # in the first step nothing is kept
+        assert replays[1][-1] > replays[0][-1]
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,8 @@ def test_planning_again_keeps_the_memory() -> None:
     assert all(choice.elastic for choice in mine.handle.plan)
     rows = mine.handle.report().elastic.rows
     assert len(rows) == len(mine.handle.plan)
-    assert all(row.kept + row.dropped == 4 for row in rows)  # the same regions, before and after
+    # The same regions, before and after; those of parts are called in replays, too.
+    assert all(row.kept + row.dropped >= 4 for row in rows)
     assert all(row.dropped <= 2 for row in rows)
 
 
