@@ -101,7 +101,9 @@ def test_every_step_stays_under_the_limit_and_all_is_kept_where_it_fits(capsys: 
             assert not any(row.run_again for row in mine.handle.report().elastic.rows)
             mine.handle.remove()
             del mine
-        assert len(least.choices) <= replays[0][0] == replays[0][-1]  # in the first step nothing is kept
+        nested = any(choice.nested for choice in least)  # whose parts are called in replays, too
+        assert replays[0][0] == replays[0][-1]  # of the first step, in which nothing is kept
+        assert replays[0][0] > len(least.choices) if nested else replays[0][0] == len(least.choices)
         assert replays[1][-1] > replays[0][-1]
 
 
@@ -160,8 +162,9 @@ def test_planning_again_keeps_the_memory() -> None:
     assert all(choice.elastic for choice in mine.handle.plan)
     rows = mine.handle.report().elastic.rows
     assert len(rows) == len(mine.handle.plan)
-    # The same regions, before and after; those of parts are called in replays, too.
-    assert all(row.kept + row.dropped >= 4 for row in rows)
+    nested = any(choice.nested for choice in mine.handle.plan)
+    counts = {row.kept + row.dropped for row in rows}  # of the same regions, before and after
+    assert min(counts) >= 4 if nested else counts == {4}
     assert all(row.dropped <= 2 for row in rows)
 
 

@@ -145,7 +145,7 @@ class Ledger:
             self._take_out(self._dead.popleft())
 
     def give_up(self, storage: torch.UntypedStorage) -> None:
-        """Takes out a storage that would not be there any more, and is soon not."""
+        """Takes out a storage before it dies, because the result of an operation stands for it."""
         self.book_deaths()
         if (entry := self._entries.get(id(storage))) is not None:
             self._take_out(entry)

@@ -175,7 +175,7 @@ class PlainFormulas:
         mine = sequence_of(node) == self._node and any(args[0] is made() for made in self._made)
         if mine or not isinstance(args[0], torch.Tensor):  # what a node has made itself may be a part of its formula
             return False
-        return laid(tuple(args[0].shape), args[0].stride()) < 2 and uses(args) == _uses_of_a_sum()
+        return laid(args[0].shape, args[0].stride()) < 2 and uses(args) == _uses_of_a_sum()
 
     def ran(self, func: Any, out: Any) -> None:
         """Is told of each operation that has run."""
