@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from . import _torch, errors
+from . import errors
 from ._text import at_work
 from .devices import Roofline
-from .memory.batch import Batch, ExampleCall, call_of
+from .memory.batch import Batch, ExampleCall, call_of, tensors_of
 from .memory.budget import Budget, bytes_meant, no_plan_fits, read_budget
 from .memory.loop import COMMON, Loop
 from .memory.saved import generators_as_before
@@ -179,7 +179,7 @@ def auto(
     if planning.speaks:
         sys.stdout.write("; ".join(filter(None, [handle.plan.summary, file and file.said])) + "\n")
     largest = planning.calls(step)[-1]
-    shapes = [x.shape for x in _torch.tree_leaves(largest) if isinstance(x, torch.Tensor)]
+    shapes = [x.shape for x in tensors_of(largest)]
     handle.looking = FirstSteps(handle, planning, shapes, replan=replan)
     handle.looking.put()
     return handle

@@ -8,16 +8,17 @@ function.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from . import _torch, errors
-from ._text import close_to
+from ._text import close_to, listed
 from ._torch.fakes import APART, CPU
 from ._torch.graphs import gradient_hooks
 from .devices import Device, Where, where
@@ -333,6 +334,7 @@ def optimizer_of(what: str, optimizer: object, model: nn.Module | None = None) -
             f"Known are {', '.join(OPTIMIZERS)}.\n"
             f"  Write one of these{'' if what.startswith('-') else f', or a class: {_CLASS}'}."
         )
+    _check_counted(said, optimizer)
     if optimizer is not None and not callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         raise errors.ArgumentError(
             f"{said} is {errors.say(optimizer)}; expected a name, a class, a function from a list of parameters to an "
@@ -350,6 +352,26 @@ def optimizer_of(what: str, optimizer: object, model: nn.Module | None = None) -
                 f"  Make it of the model that is passed, or pass its class: {_CLASS}."
             )
     return optimizer
+
+
+def _check_counted(said: str, optimizer: object) -> None:
+    """Refuses what a step cannot count: several optimizers, and one that runs the model itself."""
+    several = cast("Sequence[object]", optimizer if isinstance(optimizer, (list, tuple)) else ())
+    if several and all(isinstance(one, torch.optim.Optimizer) for one in several):
+        names = listed([type(one).__name__ for one in several])
+        raise errors.ArgumentError(
+            f"{said} is a list of optimizers ({names}), and a plan counts the states of one.\n"
+            "  Pass the one with the most states, and a budget that is less by those of the others."
+        )
+    step: Any = getattr(optimizer, "step", None)
+    closure = None if step is None else inspect.signature(step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        name = getattr(optimizer, "__name__", type(optimizer).__name__)
+        raise errors.ArgumentError(
+            f"{said} is {name}, whose step calls a closure: the model and its backward, several times. A planned step "
+            "calls the model once.\n"
+            "  Write optimizer=None, and a budget that leaves room for what the optimizer keeps."
+        )
 
 
 _CLASS = "optimizer=torch.optim.AdamW"

@@ -1215,6 +1215,8 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     # an optimizer
     lambda: make_plan(nn_linear(), vector(), budget=0.4, optimizer="adamv"),
     lambda: make_plan(nn_linear(), vector(), budget=0.4, optimizer=3),
+    lambda: make_plan(nn_linear(), vector(), budget=0.4, optimizer=torch.optim.LBFGS),
+    lambda: make_plan(nn_linear(), vector(), budget=0.4, optimizer=[torch.optim.SGD(nn_linear().parameters())] * 2),
     lambda: simulate(nn_linear(), vector(), optimizer=torch.optim.SGD(nn_linear().parameters())),
     lambda: audit(torch.nn.Linear(3, 3), (vector(),), modules="layers.*"),
     lambda: audit(Opaque().__repr__, (), modules=["0"]),
@@ -1428,6 +1430,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: plans("gpt2", "--budget", "500MiB"),
     lambda: plans("gpt2", "--budget", "400MiB", "--pp", "2"),
     lambda: plans("gpt2", "--budget", "1GiB", "--ep", "2", "--fsdp", "2"),
+    lambda: plans("gpt2", "--budget", "1GiB", "--cp-kind", "ring"),
     lambda: Ranks(dp=4, ep=4, imbalance=0.5),
     lambda: on_ranks(Ranks(dp=4, ep=4, zero=0)),
     lambda: on_ranks(Ranks(dp=3, ep=3, zero=0), model=mixture()),

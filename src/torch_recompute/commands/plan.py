@@ -228,6 +228,9 @@ def _lighter(step: AskedStep, budget: int) -> str:
         total = states_of(step.model.parameters(), OPTIMIZERS[name]).total() // step.ranks.shards
         if total < budget and OPTIMIZERS[name] is not step.optimizer:
             found.append(f"--optimizer {name} ({errors.size(total, up=True)})")
+    held = states_of(step.model.parameters(), step.optimizer)
+    if held["states"] and step.ranks.shards == 1 and held["weights"] < budget:
+        found.append(f"--optimizer-on-host ({errors.size(held['weights'], up=True)})")
     if step.built_here:
         sharded = step.ranks.fully_sharded
         total = states_of(step.model.parameters(), step.optimizer, None if sharded else torch.float32).total()
@@ -236,7 +239,11 @@ def _lighter(step: AskedStep, budget: int) -> str:
             count *= 2
         if total // count < budget:
             found.append(f"--fsdp {count} ({errors.size(total // count, up=True)} on a rank)")
-    return f"; less is held with {' or '.join(found)}" if found else ", or spread the model over ranks"
+    return (
+        f"; less is held with {' or '.join(found)}, activations not counted"
+        if found
+        else ", or spread the model over ranks"
+    )
 
 
 def _nothing_to_gain(planner: Planner, plans: Sequence[Plan]) -> list[str]:
@@ -597,6 +604,10 @@ def _layout_of(args: argparse.Namespace) -> Layout | None:
     """Returns the layout over ranks that a command line describes; None for one rank."""
     given = {name: value for name in models.RANK_WORDS if (value := getattr(args, name)) is not None}
     ranks = models.ranks_of(args)
+    shared = (("cp_kind", "cp", ranks.cp), ("imbalance", "ep", ranks.ep), ("reduce_dtype", "fsdp", ranks.fsdp))
+    for word, other, size in (*shared, ("zero", "dp", ranks.batches * ranks.cp)):
+        if getattr(args, word) is not None and size == 1:
+            raise errors.ArgumentError(errors.goes_with(f"--{word.replace('_', '-')}", f"--{other}"))
     if (not given and ranks == Ranks()) or (ranks.fully_sharded and ranks.pp == 1):
         return None
     option = next((f"--{name}" for name in given), "--sequence-parallel")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import inspect
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from .. import errors
+from .. import _torch, errors
 
 
 def _not_a_model(what: str, value: object) -> str:
@@ -82,6 +84,29 @@ def call_of(
         )
     _check_takes(what, model, args, named, loss)
     return args, named
+
+
+def tensors_of(given: Any) -> list[torch.Tensor]:
+    """The tensors of a call, in order: those in containers, and those in attributes of other objects among them."""
+    found: list[torch.Tensor] = []
+    _look(given, found, {})
+    return found
+
+
+def _look(value: Any, found: list[torch.Tensor], seen: dict[int, Any]) -> None:
+    """Adds to `found` the tensors that a value leads to; `seen` holds objects, so that no identity is used twice."""
+    for leaf in _torch.tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif id(leaf) not in seen and not isinstance(leaf, _CLOSED):
+            seen[id(leaf)] = leaf
+            if dataclasses.is_dataclass(leaf):
+                _look([getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)], found, seen)
+            else:
+                _look([*getattr(leaf, "__dict__", {}).values()], found, seen)
+
+
+_CLOSED = (nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType)  # lead to the whole program
 
 
 def signature_of(function: Any) -> inspect.Signature | None:

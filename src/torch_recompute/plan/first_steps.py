@@ -31,9 +31,9 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .. import _torch, errors
-from .._text import counted
+from .._text import counted, listed
 from ..memory import allocator
-from ..memory.batch import ExampleCall
+from ..memory.batch import ExampleCall, tensors_of
 from ..memory.loop import COMMON
 from ..memory.measurement import weights_of
 from ..memory.saved import generators
@@ -96,8 +96,10 @@ class _Mark:
         self._call = call
 
     def __call__(self, gradient: torch.Tensor) -> None:
-        self._call.backward = True
-        self._call.retained = _torch.graph_is_kept()  # of the last one: an earlier one may have had to keep it
+        call, task = self._call, _torch.graph_task_id()
+        call.again |= call.retained and task != call.task
+        call.backward, call.task = True, task
+        call.retained = _torch.graph_is_kept()  # of the last one: an earlier one may have had to keep it
 
 
 @dataclass(frozen=True)
@@ -120,13 +122,14 @@ class _Call:
         leaves, self._spec = _torch.tree_flatten((args, kwargs))
         tensor = torch.Tensor
         self._leaves = [_Layout(x.shape, x.dtype, x.device) if isinstance(x, tensor) else x for x in leaves]
-        self.shapes: list[tuple[int, ...]] = [x.shape for x in self._leaves if isinstance(x, _Layout)]
+        self.shapes: list[tuple[int, ...]] = [x.shape for x in tensors_of((args, kwargs))]
         self.layers: Counter[str] = Counter()
-        self.gradients = any(parameter.grad is not None for parameter in model.parameters())
+        self.gradients = any(p.is_leaf and p.grad is not None for p in model.parameters())
         self.device = next((p.device.type for p in model.parameters()), "cpu")
         self.autocast = _torch.autocast_dtype(self.device)
         self.draws = generators()
-        self.backward = self.retained = False
+        self.backward = self.retained = self.again = False
+        self.task = -1  # of autograd's engine, for the last backward through it
         self._graph: weakref.ref[_Mark] | None = None
 
     def runs(self, path: str) -> None:
@@ -180,7 +183,8 @@ class FirstSteps(ForwardWrapper):
         self._handle, self._planning, self._replan, self._shapes = handle, planning, replan, shapes
         self._steps = 0
         self._calls: list[_Call] = []  # of the present step
-        self._optimizer: torch.optim.Optimizer | None = None  # that has stepped since
+        self._running: _Call | None = None
+        self._stepped: list[torch.optim.Optimizer] = []  # of the present step
         self._hooks: list[Any] = []
         self._peaks: dict[int, allocator.Peak] = {}
 
@@ -220,7 +224,11 @@ class FirstSteps(ForwardWrapper):
         if self.out:
             return self.plain(*args, **kwargs)
         self._calls.append(call)
-        result = self.plain(*args, **kwargs)
+        around, self._running = self._running, call
+        try:
+            result = self.plain(*args, **kwargs)
+        finally:
+            self._running = around
         call.ends(result)
         return result
 
@@ -229,8 +237,9 @@ class FirstSteps(ForwardWrapper):
         if _torch.in_backward():
             return
         own = {id(parameter) for parameter in self.module.parameters()}
-        if any(id(weight) in own for weight in weights_of(optimizer)):
-            self._optimizer = optimizer
+        known = any(one is optimizer for one in self._stepped)
+        if not known and any(id(weight) in own for weight in weights_of(optimizer)):
+            self._stepped.append(optimizer)
 
     # --- layers ---------------------------------------------------------------------------------------------------
 
@@ -248,17 +257,15 @@ class FirstSteps(ForwardWrapper):
         self._often_known = profile is not None
         modules = dict(self.module.named_modules())
         for path in dict.fromkeys([*filter(None, paths), *_beside(modules, paths)]):
-            self._hooks.append(modules[path].register_forward_pre_hook(self._counter(path)))
+            self._hooks.append(modules[path].register_forward_pre_hook(_Counter(self, path)))
         allocator.end(self._peaks)
         self._peaks = {}
         allocator.begin(self._peaks)
 
-    def _counter(self, path: str) -> Any:
-        def count(*_: Any) -> None:
-            if self._calls and not _torch.in_backward():
-                self._calls[-1].runs(path)
-
-        return count
+    def ran(self, path: str) -> None:
+        """Counts a call of a layer, if it is one of a call of the model that trains."""
+        if self._running is not None and not _torch.in_backward():
+            self._running.runs(path)
 
     # --- between two steps ----------------------------------------------------------------------------------------
 
@@ -267,7 +274,7 @@ class FirstSteps(ForwardWrapper):
         if self._shapes is None:
             self._plan_again([], call, given)
             return
-        over = self._optimizer is not None or not call.gradients or len(self._calls) >= MOST_CALLS
+        over = bool(self._stepped) or not call.gradients or len(self._calls) >= MOST_CALLS
         if not over or any(one.in_flight for one in self._calls):
             return
         calls = self._calls = [one for one in self._calls if one.backward]
@@ -283,7 +290,7 @@ class FirstSteps(ForwardWrapper):
             self._say(found, "")
         elif words:
             self._plan_again(found, call, given)
-        self._calls, self._optimizer = [], None
+        self._calls, self._stepped = [], []
         if self._steps >= STEPS and not self.out:
             self.take_out()
 
@@ -295,15 +302,19 @@ class FirstSteps(ForwardWrapper):
         if not loop.keeps_gradients and any(call.gradients for call in calls[1:]):
             what = f"{many} backwards come before a step of the optimizer"
             yield Deviation(what, f"accumulate={many}", options={"accumulate": many})
-        elif not loop.keeps_gradients and following.gradients and self._optimizer is not None:
+        elif not loop.keeps_gradients and following.gradients and self._stepped:
             what = "gradients are alive when forward begins"
             yield Deviation(what, "set_to_none=False", options={"set_to_none": False})
         if first.autocast != loop.autocast:
             inside = f"under torch.autocast ({first.autocast})" if first.autocast else "outside torch.autocast"
             yield Deviation(f"the model runs {inside}", otherwise=inside)
-        if self._planning.optimizer is None and self._optimizer is not None:
-            what = f"{type(self._optimizer).__name__} steps, which was not named"
-            yield Deviation(what, "optimizer=optimizer", options={"optimizer": self._optimizer})
+        if len(self._stepped) > 1:
+            names = listed([*dict.fromkeys(type(one).__name__ for one in self._stepped)])
+            what = f"{len(self._stepped)} optimizers step ({names}), and a plan counts the states of one"
+            yield Deviation(what, otherwise="with a budget that is less by the states of the others", options=None)
+        elif self._planning.optimizer is None and self._stepped:
+            what = f"{type(self._stepped[0]).__name__} steps, which was not named"
+            yield Deviation(what, "optimizer=optimizer", options={"optimizer": self._stepped[0]})
         larger = next((call for call in calls if call.exceeds(self._shapes or ())), None)
         if larger is not None:
             shapes = ", ".join(str(list(shape)) for shape in larger.shapes)
@@ -312,6 +323,9 @@ class FirstSteps(ForwardWrapper):
         if any(call.outlives for call in calls):
             what = "a backward retains its graph into the next step"
             yield Deviation(what, otherwise="and backward() without retain_graph=True in the last use", options=None)
+        elif any(call.again for call in calls) and self._handle.plan.modules:
+            what = "a second backward goes through one forward, and the first keeps all that it rebuilds"
+            yield Deviation(what, otherwise="and one backward(), of the sum of the losses", options=None)
         yield from self._of_peak()
 
     def _of_layers(self, calls: Sequence[_Call]) -> Iterator[Deviation]:
@@ -323,7 +337,7 @@ class FirstSteps(ForwardWrapper):
         if self._planned and more:
             rest = f" and {counted(len(more) - 1, 'more layer')}" if len(more) > 1 else ""
             what = f"{more[0]}{rest} ran more often than in the planned step"
-            write = "with the probability of leaving layers out at 0 (LayerDrop)"
+            write = "with the probability of leaving layers out at 0 (LayerDrop), and no loop that ends by a value"
             yield Deviation(what, otherwise=write, options={"draws": fullest.draws})
 
     def _of_peak(self) -> Iterator[Deviation]:
@@ -363,6 +377,7 @@ class FirstSteps(ForwardWrapper):
         top = here.pop("forward")  # this wrapper, or what others have put on it
         here.update({} if self._before is None else {"forward": self._before})
         failed = ""
+        before = self._handle.plan
         try:
             self._handle._exchange(  # pyright: ignore[reportPrivateUsage]
                 lambda: self._planning(example, **options)
@@ -378,11 +393,29 @@ class FirstSteps(ForwardWrapper):
         if failed:
             self._say(found, f"It was planned again, without success: {failed} ")
             return
+        plan = self._handle.plan
+        if found and (plan.all_choices, plan.predicted_peak_bytes) == (before.all_choices, before.predicted_peak_bytes):
+            self._say(found, "It was planned again, and the plan is the same. ")
+            return
         self._plan_came()
         if self._planning.speaks:
             why = "; ".join(one.what for one in found)
             again = f"planned again in {time.perf_counter() - began:.1f} s" + (f" ({why})" if why else "")
             sys.stdout.write(f"{self._handle.plan.summary}; {again if found else again.replace('again ', '')}\n")
+
+
+class _Counter:
+    """A hook of a layer, which counts its calls; a copy of the layer, or what is saved of it, counts nothing."""
+
+    def __init__(self, steps: FirstSteps | None, path: str) -> None:
+        self._steps, self._path = steps, path
+
+    def __call__(self, *_: Any) -> None:
+        if self._steps is not None:
+            self._steps.ran(self._path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Counter, (None, self._path)
 
 
 def _beside(modules: dict[str, nn.Module], paths: Sequence[str]) -> Iterator[str]:

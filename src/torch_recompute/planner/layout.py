@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from .. import errors
-from .._text import table
+from .._text import counted, table
 from .._torch.fakes import host_of
 from ..devices import Device
 from ..memory.budget import Limit
@@ -68,8 +68,8 @@ class Layout:
         ranks, share = self.ranks, self.ranks.batches * self.mbs
         if self.batch is not None and (self.batch < share or self.batch % share):
             raise errors.ArgumentError(
-                f"--batch is {self.batch}, which {ranks.batches} replicas (--dp x --fsdp) cannot take in microbatches "
-                f"of {self.mbs} (--mbs). Write a multiple of {share}."
+                f"--batch is {self.batch}, which {counted(ranks.batches, 'replica')} (--dp x --fsdp) cannot take in "
+                f"microbatches of {self.mbs} (--mbs). Write a multiple of {share}."
             )
         if ranks.vpp > 1 and self.microbatches % ranks.pp:
             raise errors.ArgumentError(
@@ -110,7 +110,8 @@ class Layout:
         return {**self.ranks.as_data(), "mbs": self.mbs, "microbatches": self.microbatches}
 
     def __str__(self) -> str:
-        return f"{self.ranks}; {self.microbatches} microbatches of {self.mbs}"
+        word = "microbatch" if self.microbatches == 1 else "microbatches"
+        return f"{self.ranks}; {self.microbatches} {word} of {self.mbs}"
 
 
 @dataclass(frozen=True)
