@@ -198,7 +198,7 @@ def test_json(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     plan = Plan.from_json(json.dumps(found["plan"]))
     assert plan.prediction is not None
     assert plan.prediction.peak_bytes <= plan.prediction.budget_bytes < found["plain"]["peak_bytes"]
-    assert plan.prediction.step_seconds >= found["plain"]["step_seconds"]
+    assert plan.prediction.step_seconds >= found["plain"]["step_seconds"] == plan.prediction.plain_step_seconds
 
 
 def test_frontier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -436,6 +436,12 @@ def test_a_limit_below_what_is_resident_is_refused(memory: Limited) -> None:
     assert recompute(torch.sin, elastic=pool)(torch.ones(2, requires_grad=True)).requires_grad
 
 
+def test_a_limit_below_the_heap_says_that_all_of_it_counts() -> None:
+    """On a CPU the bytes alive are those of the process, which are far more than those of a small model."""
+    with pytest.raises(ArgumentError, match=r"runs \(the whole heap: weights, gradients, optimizer, Python and librar"):
+        recompute(torch.sin, elastic=Elastic("1KiB"))(torch.ones(2, requires_grad=True))
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

@@ -28,6 +28,7 @@ from torch_recompute import (
     peaks,
     simulate,
 )
+from torch_recompute.planner import prices
 
 LAYERS = tuple(Choice((f"layers.{i}",)) for i in range(4))
 
@@ -110,6 +111,18 @@ def test_seconds_are_those_of_a_plan() -> None:
     (again,) = peaks(model(), batch(), recompute=plan, loss=mean_loss, optimizer="adamw", device="h100")
     assert (again.name, again.peak_bytes) == (plan.source, plan.predicted_peak_bytes)
     assert again.step_seconds == pytest.approx(plan.predicted_step_seconds, rel=0.01)
+
+
+def test_replays_cost_what_they_add_to_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the host launches replays while the device computes the rest, they cost no more than the step is longer."""
+    call: dict[str, Any] = {"recompute": "none,full", "loss": mean_loss, "device": "h100"}
+    monkeypatch.setattr(prices, "BESIDE", prices.Overhead())
+    alone = peaks(model(), batch(), **call).named("full").replay_seconds
+    monkeypatch.setattr(prices, "BESIDE", prices.Overhead(region=0.5 * alone))
+    found = peaks(model(), batch(), **call)
+    none, full = found.named("none"), found.named("full")
+    assert full.replay_seconds == pytest.approx(full.step_seconds - none.step_seconds)
+    assert none.replay_seconds == 0
 
 
 def test_every_printed_figure_is_one_of_the_simulation() -> None:

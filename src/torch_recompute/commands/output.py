@@ -184,7 +184,7 @@ def _folded(text: str, width: int) -> str:
     found: list[str] = []
     for line in text.splitlines():
         column = max((gap.end() for gap in re.finditer(r"^ +| {2,}", line)), default=0)
-        below = " " * (column if column + 20 <= width else 2)
+        below = " " * (column if column + 30 <= width else 2)
         found += textwrap.wrap(line, width, subsequent_indent=below, break_long_words=False) or [""]
     return "\n".join(found)
 

@@ -293,10 +293,12 @@ def _planned(planner: Planner, args: argparse.Namespace) -> Plan:
 def _to_json(step: AskedStep, profile: Profile, plans: Sequence[Plan], flat: Sequence[str], *, frontier: bool) -> str:
     """Returns the plan, or the plans along the curve, as a JSON document; `Plan.from_json` reads each."""
     data = [json.loads(plan.to_json()) for plan in plans]
+    prediction = plans[0].prediction
+    plain = profile.costs.step_seconds if prediction is None else prediction.plain_step_seconds  # without tiles
     found = {
         **step.as_data(),
         "device": profile.device,
-        "plain": {"peak_bytes": profile.plain_peak_bytes, "step_seconds": profile.costs.step_seconds},
+        "plain": {"peak_bytes": profile.plain_peak_bytes, "step_seconds": plain},
         "advice": profile.advice if frontier or plans[0].prediction is None else plans[0].prediction.advice,
         **({"frontier": data, "flat": flat} if frontier else {"plan": data[0]}),
     }
@@ -794,7 +796,7 @@ def _show_rank_peaks(asked: _OnRanks) -> int:
         for line in configured(found) if found else ():
             console.print(line, markup=False)
         for one in found[:1]:
-            _print_sent(console, one.fullest.sent)
+            _print_sent(console, one.fullest.sent, plain=True)
         if args.explain:
             console.print(explained(PEAK_WORDS), style="dim", markup=False)
         if search is not None and len(found) < len(plans):
@@ -882,7 +884,7 @@ def _print_ranks(console: Console, layout: Layout, plans: Sequence[RankPlan]) ->
                 f"  {line.count} x keeps {errors.size(line.saved_bytes)}, frees {errors.size(line.freed_bytes)}, "
                 f"costs {1000 * line.seconds:,.3f} ms  {line.where}: {line.what}",
             )
-        _print_sent(console, plan.sent)
+        _print_sent(console, plan.sent, plain=True)
     step, plain = step_seconds(layout, plans), step_seconds(layout, plans, plain=True)
     console.print(
         f"step {1000 * step:,.1f} ms, {step / plain - 1:+.1%} for replays: {layout.microbatches} microbatches of the "
@@ -914,10 +916,11 @@ def _print_rows(console: Console, plans: Sequence[RankPlan]) -> str:
     return name
 
 
-def _print_sent(console: Console, sent: Sequence[Sent], device: str = "such devices") -> None:
-    """Prints what a rank sends in a step, for which purpose and over which link."""
+def _print_sent(console: Console, sent: Sequence[Sent], device: str = "such devices", *, plain: bool = False) -> None:
+    """Prints what a rank sends in a step, or in one without recomputation, for which purpose and over which link."""
     if sent:
-        console.print(f"  sent in a step: {'; '.join(map(str, sent))}")
+        step = "step without recomputation" if plain else "step"
+        console.print(f"  sent in a {step}: {'; '.join(map(str, sent))}")
     said = unknown_network(sent, device)
     if said:
         console.print(said, style="yellow")

@@ -436,10 +436,12 @@ class _Pool:
             self._fence()
             self.limit = self.limit or live + memory_of(self.device)[0]
             self.checked = True
+            what = "weights, gradients, optimizer"
+            what = f"the whole heap: {what}, Python and libraries" if isinstance(self.meter, HeapMeter) else what
             if live > self.usable:
                 raise errors.ArgumentError(
                     f"Elastic({as_budget(self.limit)!r}): {errors.size(live)} are alive before the first elastic "
-                    f"region runs (weights, gradients, optimizer), and with slack={self.slack} only "
+                    f"region runs ({what}), and with slack={self.slack} only "
                     f"{errors.size(self.usable)} may be.\n"
                     f'  Write a limit above that, such as memory.limit = "{as_budget(2 * live)}".'
                 )

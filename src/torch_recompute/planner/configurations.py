@@ -61,7 +61,7 @@ PEAK_WORDS: Mapping[str, str] = {
     "buffers of ranks": "weights that FSDP has gathered, whole gradients, and what it sends and receives",
     "batch and output": "the call's tensors, and in forward the output that the step before has left",
     "step ms": "the time of the whole step",
-    "replays ms": "the part of it in which something runs again",
+    "replays ms": "what replays add to it",
 }
 """The words of configurations, as they are printed."""
 Configurations = Policy | Sequence[Policy]
@@ -79,7 +79,7 @@ class ConfiguredStep:
         plan: The regions that it means in the model.
         simulation: The step with them, simulated.
         step_seconds: Of all its operations; of those that are accumulated, of all.
-        replay_seconds: Of those among them that run again.
+        replay_seconds: What replays add to them.
         device: What the seconds are of.
         timing: Where they are from, in words; "" for a data sheet.
         host_bytes: The most that is kept in host memory.
@@ -262,10 +262,9 @@ def _configured(
     doing(f"simulating the step with {name}")
     found = simulate_step(step, prepare=lambda copy: apply(copy, plan, stores=stores), watch=count)
     times = step.loop.accumulate
-    replayed = {key: number for key, number in ran.items() if key[0] == "replay"}
-    (updating, step_seconds), (_, replay_seconds) = (
-        seconds_of(some, price, times, len(plan.choices)) for some in (ran, replayed)
-    )
+    once_each = {key: number for key, number in ran.items() if key[0] != "replay"}
+    updating, step_seconds = seconds_of(ran, price, times, len(plan.choices))
+    replay_seconds = step_seconds - seconds_of(once_each, price, times)[1]
     hidden: dict[str, float] = {}
     if order:
         once, hidden = overlapped(order, price)
