@@ -376,8 +376,7 @@ class FirstSteps(ForwardWrapper):
         here = vars(self.module)
         top = here.pop("forward")  # this wrapper, or what others have put on it
         here.update({} if self._before is None else {"forward": self._before})
-        failed = ""
-        before = self._handle.plan
+        failed, before, planned = "", self._handle.plan, self._shapes is not None
         try:
             self._handle._exchange(  # pyright: ignore[reportPrivateUsage]
                 lambda: self._planning(example, **options)
@@ -394,7 +393,8 @@ class FirstSteps(ForwardWrapper):
             self._say(found, f"It was planned again, without success: {failed} ")
             return
         plan = self._handle.plan
-        if found and (plan.all_choices, plan.predicted_peak_bytes) == (before.all_choices, before.predicted_peak_bytes):
+        same = (plan.all_choices, plan.predicted_peak_bytes) == (before.all_choices, before.predicted_peak_bytes)
+        if planned and not self._planning.together([] if same else ["another plan"]):
             self._say(found, "It was planned again, and the plan is the same. ")
             return
         self._plan_came()
