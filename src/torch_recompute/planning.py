@@ -21,7 +21,7 @@ from torch import nn
 from . import errors
 from ._text import at_work
 from .devices import Roofline
-from .memory.batch import Batch, ExampleCall, call_of, tensors_of
+from .memory.batch import Batch, ExampleCall, call_of, tensors_of_call
 from .memory.budget import Budget, bytes_meant, no_plan_fits, read_budget
 from .memory.loop import COMMON, Loop
 from .memory.saved import generators_as_before
@@ -179,7 +179,7 @@ def auto(
     if planning.speaks:
         sys.stdout.write("; ".join(filter(None, [handle.plan.summary, file and file.said])) + "\n")
     largest = planning.calls(step)[-1]
-    shapes = [x.shape for x in tensors_of(largest)]
+    shapes = [x.shape for x in tensors_of_call(largest)]
     handle.looking = FirstSteps(handle, planning, shapes, replan=replan)
     handle.looking.put()
     return handle

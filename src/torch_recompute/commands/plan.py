@@ -17,7 +17,7 @@ import json
 import math
 import signal
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -215,21 +215,20 @@ def _check_states(step: AskedStep, budget: str) -> None:
     raise errors.BudgetError(
         f"budget={asked.said} is too small for what {step.word} holds whatever is recomputed, "
         f"{errors.size(holds.total(), up=True)} ({holds.total()} bytes): {made}. No plan lowers these.\n"
-        f"  Write a budget above them{_lighter(step, asked.bytes)}.",
+        f"  Write a budget above them{_lighter(step, held, asked.bytes)}.",
         holds.total(),
         None,
     )
 
 
-def _lighter(step: AskedStep, budget: int) -> str:
+def _lighter(step: AskedStep, held: Mapping[str, int], budget: int) -> str:
     """Returns what leaves room within a budget beside weights, gradients and states: other optimizers, more ranks."""
     found: list[str] = []
     for name in LEAN_OPTIMIZERS if step.optimizer is not None else ():
         total = states_of(step.model.parameters(), OPTIMIZERS[name]).total() // step.ranks.shards
         if total < budget and OPTIMIZERS[name] is not step.optimizer:
             found.append(f"--optimizer {name} ({errors.size(total, up=True)})")
-    held = states_of(step.model.parameters(), step.optimizer)
-    if held["states"] and step.ranks.shards == 1 and held["weights"] < budget:
+    if held.get("states") and step.ranks.shards == 1 and held["weights"] < budget:
         found.append(f"--optimizer-on-host ({errors.size(held['weights'], up=True)})")
     if step.built_here:
         sharded = step.ranks.fully_sharded
@@ -606,9 +605,15 @@ def _layout_of(args: argparse.Namespace) -> Layout | None:
     """Returns the layout over ranks that a command line describes; None for one rank."""
     given = {name: value for name in models.RANK_WORDS if (value := getattr(args, name)) is not None}
     ranks = models.ranks_of(args)
-    shared = (("cp_kind", "cp", ranks.cp), ("imbalance", "ep", ranks.ep), ("reduce_dtype", "fsdp", ranks.fsdp))
-    for word, other, size in (*shared, ("zero", "dp", ranks.batches * ranks.cp)):
-        if getattr(args, word) is not None and size == 1:
+    shared, cp = ranks.fully_sharded, ranks.cp > 1
+    there = {
+        "cp_kind": cp,
+        "imbalance": ranks.ep > 1,
+        "reduce_dtype": shared,
+        "zero": shared or cp or ranks.batches > 1,
+    }
+    for (word, has), other in zip(there.items(), ("cp", "ep", "fsdp", "dp"), strict=True):
+        if getattr(args, word) is not None and not has:
             raise errors.ArgumentError(errors.goes_with(f"--{word.replace('_', '-')}", f"--{other}"))
     if (not given and ranks == Ranks()) or (ranks.fully_sharded and ranks.pp == 1):
         return None

@@ -86,7 +86,7 @@ def call_of(
     return args, named
 
 
-def tensors_of(given: Any) -> list[torch.Tensor]:
+def tensors_of_call(given: Any) -> list[torch.Tensor]:
     """The tensors of a call, in order: those in containers, and those in attributes of other objects among them."""
     found: list[torch.Tensor] = []
     _look(given, found, {})

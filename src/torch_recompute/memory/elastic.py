@@ -436,9 +436,10 @@ class _Pool:
             self._fence()
             self.limit = self.limit or live + memory_of(self.device)[0]
             self.checked = True
-            what = "weights, gradients, optimizer"
-            what = f"the whole heap: {what}, Python and libraries" if isinstance(self.meter, HeapMeter) else what
             if live > self.usable:
+                what = "weights, gradients, optimizer"
+                if isinstance(self.meter, HeapMeter):
+                    what = f"the whole heap: {what}, Python and libraries"
                 raise errors.ArgumentError(
                     f"Elastic({as_budget(self.limit)!r}): {errors.size(live)} are alive before the first elastic "
                     f"region runs ({what}), and with slack={self.slack} only "

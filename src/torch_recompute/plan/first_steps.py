@@ -33,7 +33,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from .. import _torch, errors
 from .._text import counted, listed
 from ..memory import allocator
-from ..memory.batch import ExampleCall, tensors_of
+from ..memory.batch import ExampleCall, tensors_of_call
 from ..memory.loop import COMMON
 from ..memory.measurement import weights_of
 from ..memory.saved import generators
@@ -122,7 +122,7 @@ class _Call:
         leaves, self._spec = _torch.tree_flatten((args, kwargs))
         tensor = torch.Tensor
         self._leaves = [_Layout(x.shape, x.dtype, x.device) if isinstance(x, tensor) else x for x in leaves]
-        self.shapes: list[tuple[int, ...]] = [x.shape for x in tensors_of((args, kwargs))]
+        self.shapes: list[tuple[int, ...]] = [x.shape for x in tensors_of_call((args, kwargs))]
         self.layers: Counter[str] = Counter()
         self.gradients = any(p.is_leaf and p.grad is not None for p in model.parameters())
         self.device = next((p.device.type for p in model.parameters()), "cpu")

@@ -262,9 +262,9 @@ def _configured(
     doing(f"simulating the step with {name}")
     found = simulate_step(step, prepare=lambda copy: apply(copy, plan, stores=stores), watch=count)
     times = step.loop.accumulate
-    once_each = {key: number for key, number in ran.items() if key[0] != "replay"}
+    without = {key: number for key, number in ran.items() if key[0] != "replay"}
     updating, step_seconds = seconds_of(ran, price, times, len(plan.choices))
-    replay_seconds = step_seconds - seconds_of(once_each, price, times)[1]
+    replay_seconds = step_seconds - seconds_of(without, price, times)[1]
     hidden: dict[str, float] = {}
     if order:
         once, hidden = overlapped(order, price)

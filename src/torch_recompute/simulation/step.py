@@ -33,7 +33,7 @@ from .._torch.compiler import uncompiled
 from .._torch.fakes import APART, FakeTensor, FakeTensorMode
 from .._torch.graphs import gradient_hooks
 from ..devices import Roofline
-from ..memory.batch import Batch, tensors_of
+from ..memory.batch import Batch, tensors_of_call
 from ..memory.cuda_kernels import kept_by_cublas
 from ..memory.ledger import (
     ACTIVATIONS,
@@ -327,7 +327,7 @@ class _SimulatedStep:
             self._modules.step = "backward"
             self._backward(value)
             del value
-        for leaf in tensors_of(self._call):
+        for leaf in tensors_of_call(self._call):
             leaf.grad = None
         if self._stepped and self._step.loop.accumulate > 1:
             raise errors.ArgumentError(_accumulates(self._step.loop.accumulate, next(iter(self._stepped.values()))))
@@ -385,7 +385,7 @@ class _SimulatedStep:
         if left is not None:
             first.take_over(left, lambda place: OPTIMIZER if place.phase == "backward" else OTHER)
         before = first.here.live
-        first.track(*tensors_of(self._call))
+        first.track(*tensors_of_call(self._call))
         batch_bytes = first.here.live - before
         held = held_by_libraries(self._pretend, self._device)
         if held:
