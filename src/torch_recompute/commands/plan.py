@@ -238,11 +238,8 @@ def _lighter(step: AskedStep, held: Mapping[str, int], budget: int) -> str:
             count *= 2
         if total // count < budget:
             found.append(f"--fsdp {count} ({errors.size(total // count, up=True)} on a rank)")
-    return (
-        f"; less is held with {' or '.join(found)}, activations not counted"
-        if found
-        else ", or spread the model over ranks"
-    )
+    less = f"; less is held with {' or '.join(found)}, activations not counted"
+    return less if found else ", or spread the model over ranks"
 
 
 def _nothing_to_gain(planner: Planner, plans: Sequence[Plan]) -> list[str]:
@@ -606,14 +603,10 @@ def _layout_of(args: argparse.Namespace) -> Layout | None:
     given = {name: value for name in models.RANK_WORDS if (value := getattr(args, name)) is not None}
     ranks = models.ranks_of(args)
     shared, cp = ranks.fully_sharded, ranks.cp > 1
-    there = {
-        "cp_kind": cp,
-        "imbalance": ranks.ep > 1,
-        "reduce_dtype": shared,
-        "zero": shared or cp or ranks.batches > 1,
-    }
-    for (word, has), other in zip(there.items(), ("cp", "ep", "fsdp", "dp"), strict=True):
-        if getattr(args, word) is not None and not has:
+    has = cp, ranks.ep > 1, shared, shared or cp or ranks.batches > 1
+    words = ("cp_kind", "cp"), ("imbalance", "ep"), ("reduce_dtype", "fsdp"), ("zero", "dp")
+    for (word, other), there in zip(words, has, strict=True):
+        if getattr(args, word) is not None and not there:
             raise errors.ArgumentError(errors.goes_with(f"--{word.replace('_', '-')}", f"--{other}"))
     if (not given and ranks == Ranks()) or (ranks.fully_sharded and ranks.pp == 1):
         return None

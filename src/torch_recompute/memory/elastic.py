@@ -437,9 +437,8 @@ class _Pool:
             self.limit = self.limit or live + memory_of(self.device)[0]
             self.checked = True
             if live > self.usable:
-                what = "weights, gradients, optimizer"
-                if isinstance(self.meter, HeapMeter):
-                    what = f"the whole heap: {what}, Python and libraries"
+                heap = isinstance(self.meter, HeapMeter)
+                what = f"{'the whole heap: ' * heap}weights, gradients, optimizer{', Python and libraries' * heap}"
                 raise errors.ArgumentError(
                     f"Elastic({as_budget(self.limit)!r}): {errors.size(live)} are alive before the first elastic "
                     f"region runs ({what}), and with slack={self.slack} only "
