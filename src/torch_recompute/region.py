@@ -186,7 +186,7 @@ def recompute(
         if tiles is not None and torch.is_grad_enabled() and transforming() is None:
             from .engine.tiles import run as run_tiles
 
-            return run_tiles(functools.partial(run, options, fn), options.name, tiles, tile_dim, args, kwargs)
+            return run_tiles(functools.partial(run, options), fn, options.name, tiles, tile_dim, args, kwargs)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # as `run` does, without its detours
             return call(options, fn, args, kwargs)
         return run(options, fn, args, kwargs)

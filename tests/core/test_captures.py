@@ -298,17 +298,25 @@ def test_the_function_is_not_kept_alive() -> None:
     assert tensor() is None
 
 
-def test_partials_come_back() -> None:
-    """A partial of a closure is made again around the closure made again."""
+class Negated(functools.partial[torch.Tensor]):
+    """A partial that does something of its own."""
+
+    def __call__(self, *args: torch.Tensor) -> torch.Tensor:
+        return -super().__call__(*args)
+
+
+@pytest.mark.parametrize(("kind", "sign"), [(functools.partial, 1), (Negated, -1)])
+def test_partials_come_back(kind: Any, sign: int) -> None:
+    """A partial of a closure is made again around the closure made again, and is of the class that it was."""
     scale = torch.tensor(2.0)
 
     def fn(x: torch.Tensor, power: int, *, offset: int) -> torch.Tensor:
         return x**power * scale + offset
 
-    found = reach(functools.partial(fn, power=3, offset=1))
+    found = reach(kind(fn, power=3, offset=1))
     assert found is not None
     again = rebuild(found.template, [torch.tensor(10.0)])
-    assert float(again(torch.tensor(2.0))) == 81
+    assert float(again(torch.tensor(2.0))) == sign * 81
 
 
 # --- regions over closures --------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -87,7 +88,13 @@ def inner() -> nn.Module:
     return Made(lambda m, x: recompute(m.second)(no_recompute(m.first)(x).sin()), first=Mlp(), second=Mlp())
 
 
+def viewed() -> nn.Module:
+    """A view of the tokens, as GPT-2's products of `transformers` make one, and of the layout that they have."""
+    return Made(lambda m, x: m.mlp(x.view(-1, x.shape[-1])).view(x.shape), mlp=Mlp())
+
+
 MODULES: dict[str, Callable[[], nn.Module]] = {
+    "a view of the tokens": viewed,
     "mlp": Mlp,
     "gated": Gated,
     "products": Products,
@@ -303,6 +310,44 @@ def test_peak_holds_one_tile_and_one_gradient_of_each_weight() -> None:
     # weights and gradients; x, y and their gradients; one tile of h and its gradient; the loss and the like
     assert watched.peak_bytes <= 4 * weight + 4 * row + 2 * tile + 64
     assert watched.by_category["gradients"] == 2 * weight
+
+
+def test_a_partial_in_tiles() -> None:
+    """What a partial holds is not cut, and its closure is that of forward."""
+    weight, scale = torch.randn(WIDTH, dtype=torch.float64), 2.0
+    fn = functools.partial(lambda weight, x, *, power: (x * weight * scale).sin() ** power, weight, power=2)
+    x = tokens()
+    y = recompute(fn, tiles=4)(x)
+    plain = fn(x)
+    scale = 3.0
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], torch.autograd.grad(plain.sum(), x)[0])
+
+
+@pytest.mark.parametrize("layout", ["channels last", "transposed"])
+def test_a_tile_is_laid_out_as_the_whole(layout: str) -> None:
+    """A tile is copied where it has gaps, and its dimensions keep their order in memory."""
+    x = torch.randn(2, 4, 6, 8)
+    x = x.to(memory_format=torch.channels_last) if layout == "channels last" else x.transpose(0, 2)
+    seen: list[tuple[bool, tuple[int, ...]]] = []
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        seen.append((x.stride() == torch.empty_like(x).stride(), tuple(x.stride())))
+        return x.sin()
+
+    for dim in range(4):
+        seen.clear()
+        recompute(fn, tiles=2, tile_dim=dim)(x.clone().requires_grad_()).sum().backward()
+        order = sorted(range(4), key=x.stride().__getitem__)
+        assert seen == [(True, stride) for _, stride in seen]
+        assert {tuple(sorted(range(4), key=stride.__getitem__)) for _, stride in seen} == {tuple(order)}
+
+
+def test_a_copied_tile_exists_for_one_tile_at_a_time() -> None:
+    """The copy that gives a tile no gaps is not kept for backward: the peak holds one."""
+    x = torch.randn(2, 1024, 256, requires_grad=True)
+    with measure() as figures:
+        recompute(torch.sin, tiles=64, tile_dim=1)(x).sum().backward()
+    assert figures.peak_bytes < 3.2 * x.nbytes  # the tokens, the results and their gradient
 
 
 def test_no_grad_is_the_plain_call() -> None:

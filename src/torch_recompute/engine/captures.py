@@ -597,24 +597,19 @@ class Captures:
 
     def _function(self, fn: Any, seen: dict[int, Any]) -> Any:
         """Looks at `fn`; returns what `rebuild` makes it from."""
-        if isinstance(fn, torch.nn.Module):
-            self._module(fn, seen)
-            self.whole = len(self.modules)
-            return fn
         if isinstance(fn, types.FunctionType):
             return self._closure(fn, seen)
         if isinstance(fn, functools.partial):
             for i, value in enumerate((*fn.args, *fn.keywords.values())):
                 self._value(f"argument {i} of a partial", value, seen)
             inner = self._function(fn.func, seen)
-            return _Partial(inner, fn.args, fn.keywords) if isinstance(inner, Held) else fn
-        if isinstance(fn, types.MethodType) and isinstance(fn.__self__, torch.nn.Module):
-            self._module(fn.__self__, seen)
+            return _Partial(type(fn), inner, fn.args, fn.keywords) if isinstance(inner, Held) else fn
+        owner = fn.__self__ if isinstance(fn, types.MethodType) else fn
+        if isinstance(owner, torch.nn.Module):
+            self._module(owner, seen)
             self.whole = len(self.modules)
-        elif isinstance(fn, types.MethodType):
-            self._object(fn.__self__, seen)
-        elif not isinstance(fn, _SIMPLE):
-            self._object(fn, seen)
+        elif owner is not fn or not isinstance(fn, _SIMPLE):
+            self._object(owner, seen)
         return fn
 
     def _closure(self, fn: types.FunctionType, seen: dict[int, Any]) -> Any:
@@ -724,6 +719,7 @@ _SIMPLE = (types.BuiltinFunctionType, type)
 class _Partial(NamedTuple):
     """A `functools.partial` around a function that was taken apart."""
 
+    kind: type[functools.partial[Any]]
     inner: Held
     args: tuple[Any, ...]
     keywords: dict[str, Any]
@@ -734,7 +730,7 @@ def rebuild(template: Any, tensors: Sequence[torch.Tensor]) -> Callable[..., Any
     if isinstance(template, Held):
         return template.function(tensors)
     if isinstance(template, _Partial):
-        return functools.partial(template.inner.function(tensors), *template.args, **template.keywords)
+        return template.kind(template.inner.function(tensors), *template.args, **template.keywords)
     return template
 
 

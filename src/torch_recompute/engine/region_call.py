@@ -602,7 +602,7 @@ class RegionCall(Run):
 
     def _changed(self) -> str:
         """Text for what has been changed since the forward so that another replay came of it; "" if that is unknown."""
-        owner: Any = getattr(self._template, "__self__", None)
+        owner: Any = getattr(getattr(self._template, "func", self._template), "__self__", None)
         text: str = owner.changed() if hasattr(owner, "changed") else ""
         args, kwargs, cells, _ = self.inputs.open()
         modules = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, torch.nn.Module)]

@@ -47,7 +47,7 @@ class Head:
         run: Computes it.
         weight: Its matrix, of a row for each class.
         tiles: How many tiles of tokens its loss is made in.
-        region: Makes one region of a function, which is then called with a tile's tensors and keywords.
+        region: Calls a function as a region, with a tile's tensors and keywords.
         tell: Called with "" when a loss has been made in tiles, and with what else has read the whole result.
     """
 
@@ -55,7 +55,7 @@ class Head:
     run: Tokenwise
     weight: torch.Tensor
     tiles: int
-    region: Callable[[Callable[..., Any]], tiles.Region]
+    region: tiles.Region
     tell: Callable[[str], object]
 
 
@@ -367,7 +367,7 @@ def _cross_entropy(func: Any, recipe: _Recipe, place: int, args: Args, kwargs: d
 
     head, flat_target = recipe.head, target.reshape(-1)
     hidden = recipe.hidden.reshape(-1, recipe.hidden.shape[-1])
-    each = tiles.run(head.region(head_and_loss), head.name, head.tiles, 0, (hidden, flat_target), {})
+    each = tiles.run(head.region, head_and_loss, head.name, head.tiles, 0, (hidden, flat_target), {})
     _tell(each, recipe)
     head.tell("")
     if how == "none":

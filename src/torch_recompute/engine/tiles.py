@@ -19,6 +19,7 @@ function does with a parameter goes through autograd's own sum.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -222,7 +223,24 @@ _PRODUCTS: dict[Any, Callable[..., Product]] = {
 }
 
 
-Region = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+Region = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+class _Dense(functools.partial[Any]):
+    """Calls a function with a tile that is laid out as the whole is, but without gaps, as `view` and kernels want it.
+
+    The copy is made within the region, so it exists for one tile at a time.
+    """
+
+    def __call__(self, *parts: Any, **kwargs: Any) -> Any:
+        return super().__call__(*map(_without_gaps, parts), **kwargs)
+
+
+def _without_gaps(part: Any) -> Any:
+    if not isinstance(part, torch.Tensor) or part.layout is not torch.strided:
+        return part
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
+    return part if reach <= part.numel() else part.clone()
 
 
 def check(tiles: Any, tile_dim: Any) -> None:
@@ -240,11 +258,20 @@ def check(tiles: Any, tile_dim: Any) -> None:
         )
 
 
-def run(region: Region, name: str, tiles: int, dim: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls `region` once per tile and puts the results together.
+def run(
+    region: Region,
+    fn: Callable[..., Any],
+    name: str,
+    tiles: int,
+    dim: int,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Calls `fn` as one region per tile and puts the results together.
 
     Args:
-        region: Makes one region of the arguments it is given.
+        region: Calls a function as a region, with the arguments that are given to it.
+        fn: The function.
         name: The region's name, for errors.
         tiles: How many tiles, at most one per token; their sizes differ by one at the most.
         dim: Which dimension holds the tokens.
@@ -258,7 +285,8 @@ def run(region: Region, name: str, tiles: int, dim: int, args: tuple[Any, ...], 
     count = max(1, min(tiles, size))
     bounds = [(size * tile // count, size * (tile + 1) // count) for tile in range(count)]
     if torch.compiler.is_compiling():
-        return _traced(region, dim, bounds, args, kwargs)
+        return _traced(region, fn, dim, bounds, args, kwargs)
+    of_tile = _Dense(fn)
     sums = [Sum(arg) if isinstance(arg, torch.Tensor) and arg.requires_grad else None for arg in args]
     whole = _Whole(name, dim, size)
     with SummedProducts():
@@ -270,18 +298,27 @@ def run(region: Region, name: str, tiles: int, dim: int, args: tuple[Any, ...], 
                 else (arg.narrow(*place) if isinstance(arg, torch.Tensor) else arg)
                 for arg, total in zip(args, sums, strict=True)
             )
-            whole.add(region(parts, kwargs), start, stop - start)
+            whole.add(region(of_tile, parts, kwargs), start, stop - start)
     return whole.result()
 
 
 def _traced(
-    region: Region, dim: int, bounds: list[tuple[int, int]], args: tuple[Any, ...], kwargs: dict[str, Any]
+    region: Region,
+    fn: Callable[..., Any],
+    dim: int,
+    bounds: list[tuple[int, int]],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     """Does the same for the compiler, which plans buffers itself: in-place writes would hide the dataflow from it."""
+
+    def of_tile(*parts: Any, **kwargs: Any) -> Any:
+        return fn(*map(_without_gaps, parts), **kwargs)
+
     results: list[Any] = []
     for start, stop in bounds:
         parts = [arg.narrow(dim, start, stop - start) if isinstance(arg, torch.Tensor) else arg for arg in args]
-        results.append(region(tuple(parts), kwargs))
+        results.append(region(of_tile, tuple(parts), kwargs))
     spec = _torch.tree_flatten(results[0])[1]
     columns = zip(*[_torch.tree_flatten(result)[0] for result in results], strict=True)
     return _torch.tree_unflatten([torch.cat(column, dim) for column in columns], spec)

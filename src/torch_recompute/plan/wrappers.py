@@ -296,7 +296,7 @@ class Region(ForwardWrapper):
             return run(options, fn, args, kwargs)
         from ..engine import tiles
 
-        return tiles.run(partial(run, options, fn), self.name, self.choice.tiles, -2, args, kwargs)
+        return tiles.run(partial(run, options), fn, self.name, self.choice.tiles, -2, args, kwargs)
 
     def traced(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], region: Callable[..., Any]
@@ -401,8 +401,8 @@ class HeadWithLoss(Region):
             self.first.compare(self.module)
         return unmade(Head(self.name, self.plain, weight, self.choice.tiles, self._region, self._told), hidden)
 
-    def _region(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        return self.watched(partial(run, Options(self.name, tile=True), fn))
+    def _region(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.watched(partial(run, Options(self.name, tile=True)))(fn, args, kwargs)
 
     def _told(self, by: str) -> None:
         if by and not self._warned and not any(map(is_fake, self.module.parameters())):
