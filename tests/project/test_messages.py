@@ -157,15 +157,15 @@ class Reads(torch.nn.Module):
 
 
 class Reaches(torch.nn.Module):
-    """Reaches its weight through a closure."""
+    """Reaches its weight through a closure in an object."""
 
     def __init__(self) -> None:
         super().__init__()
         inner = self.inner = torch.nn.Linear(3, 3)
-        self.call = lambda x: inner(x)
+        self.calls = types.SimpleNamespace(inner=lambda x: inner(x))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.call(x)
+        return self.calls.inner(x)
 
 
 def a_dtensor() -> torch.Tensor:

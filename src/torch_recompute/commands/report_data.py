@@ -33,7 +33,7 @@ from ..planner.hosts import stores_for
 from ..planner.ops import Op, op_of
 from ..planner.planner import Planner
 from ..planner.prices import Measured, prices_for
-from ..simulation import Moment, Simulation, simulate_step
+from ..simulation import Moment, Simulation, after_others, simulate_step
 from ..training_step import TrainingStep
 from .models import POINTS, curve
 
@@ -112,6 +112,10 @@ class Clock:
 
         prepare = None if plan is None else lambda copy: apply(copy, plan, stores=stores)
         simulation = simulate_step(self.step, prepare=prepare, watch=watch)
+        later = after_others(self.step, simulation)
+        if later is not None:
+            self.step = later
+            return self.timed(plan)
         price = self._price = self._price or prices_for(self.step, simulation.device)
         self.device = price.name
         return Timed(simulation, ran, held if stores else [], price)

@@ -29,7 +29,7 @@ from ..memory.operations import Operation
 from ..plan.plan import Plan, Prediction
 from ..planner.ops import Meta, Op, op_of
 from ..planner.prices import Measured, prices_for
-from ..simulation import Simulation, simulate_step
+from ..simulation import Simulation, after_others, simulate_step
 from ..training_step import TrainingStep
 from .choosing import Attempt, Chooser, approach
 from .partition import Partition, Partitioned
@@ -183,6 +183,9 @@ def _simulated(step: TrainingStep, allowed: int) -> CompiledStep:
             "  torch.compile(model, fullgraph=True) shows the line. Without compiled=True the plan's regions hold in "
             "compiled models as well, and around graph breaks."
         ) from error
+    later = after_others(step, simulation)
+    if later is not None:
+        return _simulated(later, allowed)
     assert partition.chooser is not None
     return CompiledStep(simulation, partition.graphs[-1], partition.chooser, ran)
 

@@ -48,7 +48,7 @@ from ..plan.plan import Plan
 from ..planner.hosts import stores_for
 from ..planner.ops import op_of
 from ..planner.planner import Planner
-from ..simulation import Simulation, simulate_step
+from ..simulation import Simulation, after_others, simulate_step
 from ..training_step import TrainingStep, loss_of
 from ..values import name_of, thread
 
@@ -304,7 +304,10 @@ class SimulatedSteps:
                 self.plain = self.planned(Plan(), watch=self._repeats.operation)
             with observing(self.regions):
                 self.step = self.counted = self._as_regions(loss=closing, watch=self.regions.operation)
-            if self._step.loop.keeps_gradients or self.foreign:
+            later = after_others(self._step, self.step)
+            if later is not None:
+                self._step, self.plain = later, self.planned(Plan(), loop=later.loop)
+            if self._step.loop.keeps_gradients or self.foreign or later is not None:
                 self.step = self.planned(self._plan)
 
     def _as_regions(self, **how: Any) -> Simulation:

@@ -38,6 +38,7 @@ from ..memory.saved import generators_as_before
 from ..observer import Observer, Running, observing
 from ..plan.apply import apply
 from ..plan.plan import Plan
+from ..simulation.copies import over_copies, reach_copies
 from .cost import Costs, Kind, Option, Solution
 from .prices import now, on
 
@@ -47,6 +48,8 @@ BUSY = 0.15  # repeats that differ by more are of a busy machine
 ENOUGH, LONGEST = 0.25, 30.0  # seconds: after the one no more than FEW are run, after the other none
 FEW = 2
 WAITING = 0.5  # a step whose thread waited for more of its time says little of it, and is not run again
+
+Loss = Callable[[Any], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,7 @@ def clock(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    loss: Callable[[Any], torch.Tensor],
+    loss: Loss,
     plan: Plan,
     device: torch.device,
     region: float = 0.0,
@@ -147,12 +150,13 @@ def clock(
     The model's tensors are on the device; of the arguments copies are used. `region` is the price of a region.
     """
     with generators_as_before(), torch.inference_mode(False), torch.enable_grad(), on(device):
-        bare, same = _copy(model), _copy(model)
+        losses = dict(_copy(model, loss) for _ in range(2))
+        bare, same = losses
         apply(same, plan)
         began = time.perf_counter()
 
         def forward(model: nn.Module) -> torch.Tensor:
-            return loss(model(*_fresh(args), **_fresh(kwargs)))
+            return losses[model](model(*_fresh(args), **_fresh(kwargs)))
 
         both = (bare, same) if plan.choices else ()
         found = [_step(same, (), forward, device)]  # warms up
@@ -197,14 +201,16 @@ def spread_of(steps: Sequence[float]) -> float:
     return statistics.median(steps) / min(steps) - 1
 
 
-def _copy(model: nn.Module) -> nn.Module:
-    """A copy of a model whose parameters are new ones over the same memory."""
+def _copy(model: nn.Module, loss: Loss) -> tuple[nn.Module, Loss]:
+    """A copy of a model whose parameters are new ones over the same memory, and its loss, which may reach the model."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         made = memo[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
         for attribute, value in vars(parameter).items():
             setattr(made, attribute, value)
-    return copy.deepcopy(model, memo)
+    made = copy.deepcopy(model, memo)
+    reach_copies(made, memo)
+    return made, over_copies(loss, memo)
 
 
 def _step(

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from torch import nn
 
@@ -36,7 +36,7 @@ from ..plan.config import FILES, Policy, RecomputeConfig, find, plan_of
 from ..plan.labels import choices, matching, notes
 from ..plan.plan import Plan
 from ..plan.units import find_units
-from ..simulation import Simulation, simulate_step
+from ..simulation import Simulation, after_others, simulate_step
 from ..simulation.recording import SHARDING
 from ..stores import Bandwidth
 from ..training_step import TrainingStep, elements
@@ -243,9 +243,16 @@ def stated(plans: Mapping[str, Plan], leave: Leave, dashes: str = "") -> Mapping
     return {name: leave.stated(plan, dashes) for name, plan in plans.items()}
 
 
-def _configured(
-    step: TrainingStep, name: str, plan: Plan, price: Roofline | Measured, link: Bandwidth | None
-) -> ConfiguredStep:
+class _Ran(NamedTuple):
+    """A simulated step and its operations: by phase, and in order where ranks share the model; bytes in host memory."""
+
+    simulation: Simulation
+    ran: Counter[tuple[str, Op]]
+    order: list[Op]
+    most_hosted: int
+
+
+def _simulated(step: TrainingStep, plan: Plan) -> _Ran:
     ran: Counter[tuple[str, Op]] = Counter()
     order: list[Op] = []
     stores, most_hosted = stores_for(plan, step), 0
@@ -259,8 +266,16 @@ def _configured(
             if phase != "optimizer" and step.ranks.fully_sharded:
                 order.append(op)
 
-    doing(f"simulating the step with {name}")
     found = simulate_step(step, prepare=lambda copy: apply(copy, plan, stores=stores), watch=count)
+    later = after_others(step, found)
+    return _Ran(found, ran, order, most_hosted) if later is None else _simulated(later, plan)
+
+
+def _configured(
+    step: TrainingStep, name: str, plan: Plan, price: Roofline | Measured, link: Bandwidth | None
+) -> ConfiguredStep:
+    doing(f"simulating the step with {name}")
+    found, ran, order, most_hosted = _simulated(step, plan)
     times = step.loop.accumulate
     without = {key: number for key, number in ran.items() if key[0] != "replay"}
     updating, step_seconds = seconds_of(ran, price, times, len(plan.choices))

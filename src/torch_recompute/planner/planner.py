@@ -37,7 +37,7 @@ from ..plan.libraries import switched
 from ..plan.plan import Plan, Switched
 from ..plan.roles import inside, relative
 from ..plan.wrappers import described
-from ..simulation import Moment, Simulation, simulate_step
+from ..simulation import Moment, Simulation, after_others, simulate_step
 from ..training_step import ALONE, TrainingStep, loss_of
 from .candidates import Guess, SegmentRecord, guesses, offloads, record
 from .clock import Clocked, Scale, clock, obstacle
@@ -440,6 +440,10 @@ class Planner:
         doing(f"simulating the step with {counted(len(key), 'region')}" if key else "simulating the step")
         watch = count if key == self.always.choices else None
         found = simulate_step(self.step, prepare=prepare, watch=watch)
+        later = after_others(self.step, found)
+        if later is not None:
+            self.step = later
+            return self.simulated(plan)
         self.known.simulations[key] = found
         if watch is not None:
             self.known.ran, self.known.order = ran, order

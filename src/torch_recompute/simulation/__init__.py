@@ -6,6 +6,6 @@
 """
 
 from .result import Moment, Simulation
-from .step import simulate, simulate_step
+from .step import after_others, simulate, simulate_step
 
-__all__ = ["Moment", "Simulation", "simulate", "simulate_step"]
+__all__ = ["Moment", "Simulation", "after_others", "simulate", "simulate_step"]

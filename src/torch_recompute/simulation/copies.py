@@ -3,8 +3,9 @@
 `Faker` copies the model: `copy.deepcopy` does, and a function mode answers for its tensors. Tied parameters stay tied;
 tensors over one storage get fakes over one storage of its size. On meta, integers are taken to be ones, which as a mask
 hides nothing and as ids are valid. A hook of a parameter's gradient, by which an optimizer steps in backward, is copied
-with what its closure and its names reach. What other closures reach is not copied; the caller checks afterwards that
-nothing of the original was touched. No tensor of the caller's is written to, and of parameters none is read.
+with what its closure and its names reach. Other functions that reach what was copied, as a forward hook or the loss,
+are made again over the copies. What an object's functions reach is not; the caller checks afterwards that nothing of
+the original was touched. No tensor of the caller's is written to, and of parameters none is read.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -49,46 +50,35 @@ class Faker:
                 for name, tensor in (*thing.named_parameters(), *thing.named_buffers()):
                     self.tensor(tensor, name)
         with _Copying(self):
-            return copy.deepcopy(things, self._memo)
+            made = copy.deepcopy(things, self._memo)
+        for thing in made if isinstance(made, (list, tuple)) else [made]:
+            if isinstance(thing, nn.Module):
+                reach_copies(thing, self._memo)
+        return made
 
     def gradient_hooks(self, model: nn.Module) -> int:
         """Gives the copies of a model's parameters the hooks of its gradients, copied; returns how many there are."""
         found = [(weight, hook) for weight in model.parameters() for hook in gradient_hooks(weight)]
         for weight, hook in found:
-            self.tensor(weight).register_post_accumulate_grad_hook(self._function(hook))
+            self.tensor(weight).register_post_accumulate_grad_hook(_function(hook, self._memo, self._reached))
         return len(found)
-
-    def _function(self, fn: Any) -> Any:
-        """A function over the copies of what it reaches: by its closure, by names of its module, by its object."""
-        if isinstance(fn, partial):
-            return partial(self._function(fn.func), *map(self._reached, fn.args), **self._reached(fn.keywords))
-        if isinstance(fn, types.MethodType):
-            return types.MethodType(fn.__func__, self._reached(fn.__self__))
-        if not isinstance(fn, types.FunctionType):
-            return self._reached(fn)
-        if id(fn) not in self._memo:
-            cells = tuple(types.CellType() for _ in fn.__closure__ or ())
-            names = {**fn.__globals__}
-            made = types.FunctionType(fn.__code__, names, fn.__name__, None, cells)
-            self._memo[id(fn)] = made  # before what it reaches, which may be itself
-            for cell, old in zip(cells, fn.__closure__ or (), strict=True):
-                with contextlib.suppress(ValueError):  # an empty one
-                    cell.cell_contents = self._reached(old.cell_contents)
-            names.update({name: self._reached(names[name]) for name in _names(fn.__code__) if name in names})
-            made.__defaults__, made.__kwdefaults__ = self._reached((fn.__defaults__, fn.__kwdefaults__))
-        return self._memo[id(fn)]
 
     def _reached(self, value: Any) -> Any:
         """The copy of what a function reaches; of a library's function, and of what cannot be copied, itself."""
-        if isinstance(value, (types.FunctionType, types.MethodType, partial)):
+        if isinstance(value, _FUNCTIONS):
             user = kind_of(getattr(getattr(value, "__code__", None), "co_filename", "")) == "user"
-            return self._function(value) if user or not isinstance(value, types.FunctionType) else value
+            library = isinstance(value, types.FunctionType) and not user
+            return value if library else _function(value, self._memo, self._reached)
         if isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)):
             return value
         try:
             return self.copy(value)
         except (TypeError, RuntimeError, AttributeError, copy.Error):  # a file, a lock, a logger's
             return value
+
+    def over_copies(self, fn: Any) -> Any:
+        """A function over the copies of what has been copied, as a loss over a batch; see the function below."""
+        return over_copies(fn, self._memo)
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a call: tensors as fakes, anything else as it is."""
@@ -167,6 +157,77 @@ def _names(code: types.CodeType) -> set[str]:
     """The names of its module that a code, or one within it, looks up."""
     inner = (_names(one) for one in code.co_consts if isinstance(one, types.CodeType))
     return set(code.co_names).union(*inner)
+
+
+def reach_copies(model: nn.Module, memo: dict[int, Any]) -> None:
+    """Has the functions that a copied model holds, as hooks or attributes, reach the copies of what they reach.
+
+    Args:
+        model: The copy.
+        memo: The copies, by the identity of the originals, as `copy.deepcopy` has filled it.
+    """
+    for module in model.modules():
+        holders: list[Any] = [value for value in vars(module).values() if isinstance(value, (dict, list))]
+        for held in (vars(module), *holders):
+            places: Any = held.items() if isinstance(held, dict) else enumerate(held)
+            for place, value in [(place, value) for place, value in places if isinstance(value, _FUNCTIONS)]:
+                held[place] = over_copies(value, memo)
+
+
+def over_copies(value: Any, memo: dict[int, Any]) -> Any:
+    """The copy of what has been copied; a function over it where it reaches any; else the value itself."""
+    if id(value) not in memo and isinstance(value, _FUNCTIONS) and _reaches(value, memo, set()):
+        return _function(value, memo, partial(over_copies, memo=memo))
+    return memo.get(id(value), value)
+
+
+def _reaches(value: Any, memo: dict[int, Any], seen: set[int]) -> bool:
+    """Whether a function reaches what has been copied."""
+    if id(value) in memo or id(value) in seen:
+        return id(value) in memo
+    seen.add(id(value))
+    return isinstance(value, _FUNCTIONS) and any(_reaches(part, memo, seen) for part in _parts(value))
+
+
+def _parts(fn: Any) -> Iterator[Any]:
+    """Yields what a function reaches: by its closure, by names of its module, by its defaults; a method's object."""
+    if isinstance(fn, partial):
+        yield from (fn.func, *fn.args, *fn.keywords.values())
+    elif isinstance(fn, types.MethodType):
+        yield fn.__self__
+    else:
+        for cell in fn.__closure__ or ():
+            with contextlib.suppress(ValueError):  # an empty one
+                yield cell.cell_contents
+        of_module = (fn.__globals__[name] for name in _names(fn.__code__) if name in fn.__globals__)
+        yield from (one for one in of_module if getattr(one, "__globals__", fn.__globals__) is fn.__globals__)
+        yield from (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values())
+
+
+def _function(fn: Any, memo: dict[int, Any], reached: Callable[[Any], Any]) -> Any:
+    """A function over other things: what it reaches by its closure, by names of its module, by its object."""
+    if isinstance(fn, partial):
+        keywords = {name: reached(value) for name, value in fn.keywords.items()}
+        return partial(_function(fn.func, memo, reached), *map(reached, fn.args), **keywords)
+    if isinstance(fn, types.MethodType):
+        return types.MethodType(fn.__func__, reached(fn.__self__))
+    if not isinstance(fn, types.FunctionType):
+        return reached(fn)
+    if id(fn) not in memo:
+        cells = tuple(types.CellType() for _ in fn.__closure__ or ())
+        names = {**fn.__globals__}
+        made = types.FunctionType(fn.__code__, names, fn.__name__, None, cells)
+        memo[id(fn)] = made  # before what it reaches, which may be itself
+        for cell, old in zip(cells, fn.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # an empty one
+                cell.cell_contents = reached(old.cell_contents)
+        names.update({name: reached(names[name]) for name in _names(fn.__code__) if name in names})
+        made.__defaults__ = fn.__defaults__ and tuple(map(reached, fn.__defaults__))
+        made.__kwdefaults__ = fn.__kwdefaults__ and {name: reached(one) for name, one in fn.__kwdefaults__.items()}
+    return memo[id(fn)]
+
+
+_FUNCTIONS = (types.FunctionType, types.MethodType, partial)
 
 
 class _Copying(TorchFunctionMode):

@@ -46,4 +46,4 @@ def rehearse(step: TrainingStep, plan: Plan) -> Applied:
     """Returns the plan as it was in a simulated step in which its regions kept nothing, for the regions of a handle."""
     memory, handles = Rehearsal(LedgerMeter()), list[Applied]()
     simulate_step(step, prepare=lambda model: handles.append(apply(model, plan, elastic=memory)))
-    return handles[0]
+    return handles[-1]

@@ -10,6 +10,8 @@ left is there from the start:
 - Gradients are alive, if the loop accumulates or zeroes them in place. A step that is not recorded makes them.
 - An optimizer that steps in backward, from a hook of a parameter's gradient, has its state. A step that is not recorded
   makes that, too: what is alive after it is there from the start.
+- Tensors that the model keeps from one call to the next are alive. Whether it does is seen at the end of a step, which
+  is then simulated again, after steps that are not recorded.
 
 The step that is recorded is the last of those that are accumulated.
 """
@@ -32,6 +34,7 @@ from .._text import at_work, counted, grouped, starred_path
 from .._torch.compiler import uncompiled
 from .._torch.fakes import APART, FakeTensor, FakeTensorMode
 from .._torch.graphs import gradient_hooks
+from .._torch.tensors import mapped
 from ..devices import Roofline
 from ..memory.batch import Batch, tensors_of_call
 from ..memory.cuda_kernels import kept_by_cublas
@@ -64,6 +67,10 @@ from .result import Moment, Simulation
 
 Prepare = Callable[[nn.Module], object] | None
 _WORTH_ADVICE = 0.1
+_STATE = 0.001
+"""The share of the peak from which on what the model keeps from call to call is there when the step begins."""
+_STEPS_BEFORE = 8
+"""The most steps before the recorded one, for a state that grows with each."""
 _DOUBLED = (
     "The forward or the loss asks for gradients with create_graph=True, which runs the regions within it again before "
     "backward and keeps what they make: they lower no peak. Take a smaller batch, or regions outside it."
@@ -99,9 +106,10 @@ def simulate(
             optimizer.zero_grad()
 
     so the optimizer has its state from the start, the batch is on the device, and `out` keeps the model's output until
-    the next forward returns, unless `hold_output=False`. It runs on a copy whose parameters are fake, so the model may
-    be on the meta device and of any size; the model, its gradients and all random states are left as they were. Bytes
-    are counted as `measure` counts them; `torch.autocast` around this call is around the step.
+    the next forward returns, unless `hold_output=False`. What a model keeps from call to call is there
+    too. It runs on a copy whose parameters are fake, so the model may be on the meta device and of any size; the
+    model, its gradients and all random states are left as they were. Bytes are counted as `measure` counts them;
+    `torch.autocast` around this call is around the step.
 
     Arguments of integers and booleans keep their values, so a model that looks at its attention mask does what it would
     do in a real run. Where a value depends on a weight (which expert a token goes to), an even choice is assumed. The
@@ -152,6 +160,9 @@ def simulate_step(
 ) -> Simulation:
     """Simulates a training step on a fake copy of its model; `simulate` is this with a plan, and says the rest.
 
+    The step of a model that keeps tensors from call to call is one after others. With `watch` it is so where the step's
+    `loop` says it: see `after_others`.
+
     Args:
         step: The step.
         prepare: Called with the copy before the step.
@@ -166,6 +177,9 @@ def simulate_step(
     try:
         with torch.inference_mode(False), torch.enable_grad(), uncompiled(step.model):
             found = _SimulatedStep(step, prepare, watch, rounding).result()
+            later = after_others(step, found)
+            if watch is None and later is not None:
+                found = _SimulatedStep(later, prepare, watch, rounding).result()
             keep()
             return found
     finally:
@@ -180,6 +194,12 @@ def simulate_step(
                 "  Let the modules reach their parameters through attributes, so that copy.deepcopy(model) is "
                 "independent."
             )
+
+
+def after_others(step: TrainingStep, found: Simulation) -> TrainingStep | None:
+    """The same step after others, if its model keeps tensors from call to call; None where `found` is of that one."""
+    kept = found.loop.state_bytes
+    return replace(step, loop=replace(step.loop, state_bytes=kept)) if kept and not step.loop.state_bytes else None
 
 
 def where_it_runs(step: TrainingStep) -> tuple[torch.device, int]:
@@ -274,6 +294,7 @@ class _SimulatedStep:
             step_as_there(self._optimizer, device, self._pretend)
         self._handle = prepare and prepare(self._model)
         self._call = self._faker.arguments(*step.call)
+        self._step = replace(step, loss=self._faker.over_copies(step.loss))
         self._faker.forget()
         self._first = self._recording()
         self._stepped: dict[int, torch.optim.Optimizer] = {}  # in backward
@@ -298,9 +319,14 @@ class _SimulatedStep:
 
     def result(self) -> Simulation:
         """Runs the step."""
-        loop, left = self._step.loop, None
-        if loop.keeps_gradients or self._hooked:
+        loop, left, own = self._step.loop, None, self._state_bytes()
+        if loop.keeps_gradients or self._hooked or loop.state_bytes:
             left = self._step_before()
+        for _ in range(_STEPS_BEFORE if loop.state_bytes else 0):
+            held, left = self._state_bytes(), self._step_before()
+            if self._state_bytes() <= held:
+                break
+        if left is not None:
             loop = replace(loop, frees_gradients=any(weight.grad is None for weight in self._hooked))
         batch_bytes = self._track_what_is_there(left)
         seen = self._run()
@@ -308,21 +334,35 @@ class _SimulatedStep:
         if self._optimizer is not None:
             parts.append(self._step_again(self._optimizer))
         last = parts[-1].on(self._device)
+        state = self._state_bytes() - own
         self._output = self._loss = None  # what this frees, the step before has left until here
         held = last.live_bytes - parts[-1].on(self._device).live_bytes
         autocast = _torch.autocast_dtype(self._step.where.target.partition(" ")[0], self._device.type)
-        loop = replace(loop, loss=seen.loss, autocast=autocast, batch_bytes=batch_bytes, output_bytes=held)
+        state = state if state > _STATE * last.peak_bytes else 0
+        seen_of_it = {"batch_bytes": batch_bytes, "output_bytes": held, "state_bytes": state}
+        loop = replace(loop, loss=seen.loss, autocast=autocast, **seen_of_it)
         if isinstance(self._handle, Applied):
             self._handle.remove()  # so that the copy is gone with this, without the collector of cycles
         assumed = (*self._faker.assumed, *self._pretend.assumed)
         on_cuda = self._pretend.capability is not None or self._device.type == "cuda"
         return _StepFigures(parts, seen, held).simulation(last, loop, assumed)._replace(on_cuda=on_cuda)
 
+    def _state_bytes(self) -> int:
+        """The bytes of the tensors that modules hold in attributes that are not parameters."""
+        sizes = {_torch.storage_id(one): one.untyped_storage().nbytes() for one in self._held()}
+        return sum(sizes.values())
+
+    def _held(self) -> list[torch.Tensor]:
+        holders = [{**vars(module), "_parameters": None, "_modules": None} for module in self._model.modules()]
+        return [one for one in tensors_of_call(holders) if not isinstance(one, nn.Parameter)]
+
     def _step_before(self) -> Recording:
         """Runs a step that is not part of the figures, for the gradients and states that it leaves; returns these."""
         before = self._recording(watched=False)
         with self._pretend, self._modules.following(), before, self._stepping(before):
-            value, _ = _loss_of_copy(self._forward(), self._step.loss)
+            call = self._another_batch() if self._step.loop.state_bytes else self._call
+            value, _ = _loss_of_copy(self._forward(*call), self._step.loss)
+            del call
             torch.clear_autocast_cache()
             self._modules.step = "backward"
             self._backward(value)
@@ -338,9 +378,13 @@ class _SimulatedStep:
                 weight.grad = None
         return before
 
-    def _forward(self) -> Any:
-        """Calls the copy, and says where and with what if an operation refuses its arguments."""
+    def _another_batch(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call with tensors of its own, of which a model may keep some."""
         args, kwargs = self._call
+        return mapped(args, _like), mapped(kwargs, _like)
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the copy, and says where and with what if an operation refuses its arguments."""
         try:
             return self._model(*args, **kwargs)
         except (RuntimeError, IndexError) as error:
@@ -383,6 +427,7 @@ class _SimulatedStep:
                 first.name(path, optimizer.state.get(weight), OPTIMIZER)
         first.track(self._model)
         if left is not None:
+            first.track(*self._held())
             first.take_over(left, lambda place: OPTIMIZER if place.phase == "backward" else OTHER)
         before = first.here.live
         first.track(*tensors_of_call(self._call))
@@ -397,7 +442,7 @@ class _SimulatedStep:
         first, modules, hold_output = self._first, self._modules, self._step.loop.hold_output
         with self._pretend, modules.following(), first, self._stepping(first):
             modules.step = "forward"
-            self._output = self._forward()
+            self._output = self._forward(*self._call)
             returned = first.events
             modules.step = "loss"
             self._loss, name = _loss_of_copy(self._output, self._step.loss)
@@ -563,6 +608,10 @@ class _StepFigures:
             loop=loop,
             host_bytes=max(part.on(APART).peak_bytes for part in self._parts),
         )
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _check(value: object) -> None:
