@@ -314,7 +314,7 @@ class _Planning:
         if least > limit:
             raise errors.BudgetError(no_plan_fits(limit.said, least, own, prediction.advice), least, floor)
         if asked.share is not None:
-            memory.limit = limit
+            memory.allow(limit, step.held_bytes(), step.runs_on)
             self.budget = read_budget(limit)
 
     @property

@@ -23,7 +23,7 @@ from ._torch.fakes import APART, CPU
 from ._torch.graphs import gradient_hooks
 from .devices import Device, Where, where
 from .memory.batch import Batch, call_of, labels_of, signature_of
-from .memory.free import CONTEXT, free_bytes, memory_of, reserve
+from .memory.free import CONTEXT, free_bytes, held_bytes, memory_of, reserve
 from .memory.loop import COMMON, Loop
 from .memory.measurement import weights_of
 from .plan.ranks import Ranks
@@ -111,6 +111,10 @@ class TrainingStep:
     def free_bytes(self) -> int:
         """The bytes that its peak may reach; see `memory`."""
         return self.memory[0]
+
+    def held_bytes(self) -> int:
+        """The bytes of its model, gradients, states and call that are alive now."""
+        return held_bytes(self.model, self.runs_on, self.optimizer, self.call)
 
     @property
     def runs_on(self) -> torch.device:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import math
 import threading
 import types
 import weakref
@@ -251,6 +252,12 @@ class Elastic:
         with self._pool.lock:
             self._made_from["limit"] = limit
             self._pool.limit, self._pool.checked = budget.bytes or 0, False
+
+    def allow(self, nbytes: int, held: int, device: torch.device) -> None:
+        """Sets the limit to the bytes of a step, of which some are held already, above all else that is alive."""
+        pool = self._pool
+        others = max(0, (pool.meter or meter_for(device)).live() - held)
+        self.limit = nbytes + math.ceil(others / (1 - pool.slack))
 
     def report(self) -> ElasticReport:
         """Reports what each region did so far. On CUDA it waits for the last replays to be timed."""

@@ -121,6 +121,12 @@ def free_bytes(model: nn.Module, device: torch.device, optimizer: object = None,
     Raises:
         ArgumentError: What is free is said neither by the device nor, for the CPU, by the system.
     """
+    free, total = memory_of(device)
+    return free + held_bytes(model, device, optimizer, batch) - reserve(total)
+
+
+def held_bytes(model: nn.Module, device: torch.device, optimizer: object = None, batch: object = ()) -> int:
+    """Returns the bytes on a device that a step of a model holds now; the arguments are those of `free_bytes`."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     state = [*optimizer.state.values()] if isinstance(optimizer, torch.optim.Optimizer) else []
     own = storages([[*model.parameters(), *model.buffers(), *gradients], state, batch])
@@ -129,8 +135,7 @@ def free_bytes(model: nn.Module, device: torch.device, optimizer: object = None,
         for place, storage in own
         if place.type == device.type and device.index in (None, place.index)
     }
-    free, total = memory_of(device)
-    return free + sum(held.values()) - reserve(total)
+    return sum(held.values())
 
 
 def reserve(total: int) -> int:
