@@ -314,7 +314,9 @@ class _Planning:
         if least > limit:
             raise errors.BudgetError(no_plan_fits(limit.said, least, own, prediction.advice), least, floor)
         if asked.share is not None:
-            memory.allow(limit, step.held_bytes(), step.runs_on)
+            from .memory.elastic import limit_above
+
+            memory.limit = limit_above(memory, limit, step.held_bytes(), step.runs_on)
             self.budget = read_budget(limit)
 
     @property

@@ -19,6 +19,8 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, int, int, int]]] = {
     "context": ({"cp": 4, "dp": 2}, (8, 1, 2, 8)),
     "context and FSDP": ({"cp": 4, "fsdp": 2}, (8, 8, 1, 8)),
     "FSDP over context alone": ({"cp": 8, "zero": 3}, (8, 8, 1, 8)),
+    "ZeRO-3, its gradients reduced in 16 bits": ({"dp": 4, "zero": 3, "reduce_dtype": "bfloat16"}, (4, 4, 1, 4)),
+    "one with its weights on the host": ({"on_host": True, "zero": 2}, (1, 1, 1, 1)),
     "experts": ({"dp": 64, "ep": 64, "pp": 4}, (256, 1, 64, 64)),
     "Megatron": ({"tp": 8, "sequence_parallel": True, "pp": 4, "vpp": 5, "dp": 2}, (64, 1, 2, 2)),
 }
@@ -44,6 +46,10 @@ def test_who_shares_what(case: str) -> None:
         ({"zero": 4}, "expected 0, 1, 2 or 3"),
         ({"dp": 64, "ep": 48}, "Write --ep 1, 2, 4, ..., 64"),
         ({"dp": 4, "ep": 4, "imbalance": 0.9}, "Write 1 or more"),
+        ({"cp_kind": "ring"}, "--cp-kind goes with --cp"),
+        ({"dp": 4, "imbalance": 2.0}, "--imbalance goes with --ep"),
+        ({"dp": 4, "reduce_dtype": "float32"}, "--reduce-dtype goes with --fsdp"),
+        ({"tp": 2, "zero": 1}, "--zero goes with --dp"),
         ({"fsdp": 8, "zero": 1}, "expected 2 or 3, since gradients and states are sharded at least"),
     ],
 )

@@ -676,6 +676,12 @@ def changes_a_value_that_it_saved() -> None:
     y.sum().backward()
 
 
+def plans_two_models_of_one_layer() -> None:
+    layer = Scale()
+    for model in (torch.nn.Sequential(layer), torch.nn.ModuleList([layer])):
+        apply(model, Plan((Choice(("0",)),)))
+
+
 def saves_twice(x: torch.Tensor, **key: str) -> torch.Tensor:
     save_for_recompute(0, key="another")
     save_for_recompute(1, **key)
@@ -1157,6 +1163,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: apply(Scale(), "full"),
     watched_after_removal,
     lambda: [apply(model, Plan((Choice(("",)),))) for model in [Scale()] * 2],
+    lambda: plans_two_models_of_one_layer(),
     lambda: apply(torch.nn.Sequential(Scale(), Scale()), Plan((Choice(("00",)),))),
     lambda: apply(torch.nn.Sequential(*[Scale()] * 2), Plan((Choice(("0",)), Choice(("1",))))),
     lambda: apply(Scale(), Plan((Choice(("",), store="sharded"),))),

@@ -602,12 +602,6 @@ def _layout_of(args: argparse.Namespace) -> Layout | None:
     """Returns the layout over ranks that a command line describes; None for one rank."""
     given = {name: value for name in models.RANK_WORDS if (value := getattr(args, name)) is not None}
     ranks = models.ranks_of(args)
-    shared, cp = ranks.fully_sharded, ranks.cp > 1
-    has = cp, ranks.ep > 1, shared, shared or cp or ranks.batches > 1
-    words = ("cp_kind", "cp"), ("imbalance", "ep"), ("reduce_dtype", "fsdp"), ("zero", "dp")
-    for (word, other), there in zip(words, has, strict=True):
-        if getattr(args, word) is not None and not there:
-            raise errors.ArgumentError(errors.goes_with(f"--{word.replace('_', '-')}", f"--{other}"))
     if (not given and ranks == Ranks()) or (ranks.fully_sharded and ranks.pp == 1):
         return None
     option = next((f"--{name}" for name in given), "--sequence-parallel")

@@ -253,12 +253,6 @@ class Elastic:
             self._made_from["limit"] = limit
             self._pool.limit, self._pool.checked = budget.bytes or 0, False
 
-    def allow(self, nbytes: int, held: int, device: torch.device) -> None:
-        """Sets the limit to the bytes of a step, of which some are held already, above all else that is alive."""
-        pool = self._pool
-        others = max(0, (pool.meter or meter_for(device)).live() - held)
-        self.limit = nbytes + math.ceil(others / (1 - pool.slack))
-
     def report(self) -> ElasticReport:
         """Reports what each region did so far. On CUDA it waits for the last replays to be timed."""
         return self._pool.report(self._pool.parts)
@@ -297,6 +291,13 @@ class Elastic:
             if (name, what) not in parts:
                 parts[name, what] = _RegionMemory(self._pool, name)
             return functools.partial(ElasticCall, parts[name, what])
+
+
+def limit_above(memory: Elastic, nbytes: int, held: int, device: torch.device) -> int:
+    """The limit for a step of so many bytes, of which some are held already, above all else that is alive."""
+    pool = memory._pool  # pyright: ignore[reportPrivateUsage]
+    others = max(0, (pool.meter or meter_for(device)).live() - held)
+    return nbytes + math.ceil(others / (1 - pool.slack))
 
 
 class Rehearsal(Elastic):

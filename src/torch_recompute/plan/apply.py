@@ -259,6 +259,15 @@ def _check_modules(model: nn.Module, modules: Mapping[str, nn.Module], plan: Pla
     """Refuses a model that has a plan already, or other modules than those that the plan was made for."""
     for path, module in modules.items():
         if wrappers_on(module):
+            others = (one for one in planned_models if one is not model and any(m is module for m in one.modules()))
+            other = None if model in planned_models else next(others, None)
+            if other is not None:
+                raise errors.ArgumentError(
+                    f"{path or 'the model itself'} of {type(model).__name__} is also a module of "
+                    f"{type(other).__name__}, whose plan covers it. Two plans on one module would nest their regions.\n"
+                    "  Make one plan, for a model that holds both, or take the first one out:  handle.remove()   (the "
+                    "handle is what apply returned)"
+                )
             raise errors.ArgumentError(
                 f"{type(model).__name__} has a plan already: {path or 'the model itself'} is placed. Two plans on one "
                 "model would nest their regions.\n"

@@ -104,6 +104,15 @@ class Ranks:
                 f"{', since gradients and states are sharded at least' if len(allowed) == 2 else ''}. Write "
                 "--dp 8 --zero 1 for ranks that share the optimizer's states alone."
             )
+        self._check_words()
+
+    def _check_words(self) -> None:
+        """Refuses what says how ranks share something that none shares."""
+        goes = ("cp_kind", "cp", self.cp > 1), ("imbalance", "ep", self.ep > 1)
+        goes += ("reduce_dtype", "fsdp", self.fully_sharded), ("zero", "dp", self.on_host or self.batches * self.cp > 1)
+        for name, other, there in goes:
+            if getattr(self, name) not in (getattr(Ranks, name), 0) and not there:
+                raise errors.ArgumentError(errors.goes_with(f"--{name.replace('_', '-')}", f"--{other}"))
 
     def _check_experts(self) -> None:
         etp = self.expert_tp
