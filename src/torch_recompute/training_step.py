@@ -310,8 +310,8 @@ def _bytes_of_state(optimizer: Callable[[Any], torch.optim.Optimizer], dtype: to
     """The bytes of an optimizer's states for one element of a weight."""
     with torch.inference_mode(False), torch.enable_grad():
         weight = nn.Parameter(torch.zeros(64, 64, dtype=dtype))  # enough for moments of 8 bits
-        weight.grad = torch.zeros_like(weight)
         made = optimizer([weight])
+        weight.sum().backward()
         made.step()
     states = _torch.tensors_in(dict(made.state[weight]))
     return sum(state.itemsize for state in states if state.numel() == weight.numel())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,15 @@ from torch_recompute import peaks
 from torch_recompute.commands import cli
 from torch_recompute.commands.models import batch_for, load
 
+MIXTURE = {
+    **LLAMA,
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 WIDE = {**LLAMA, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 512}  # whose weights have whole blocks
 
 pytestmark = pytest.mark.usefixtures("plain_terminal")
@@ -51,6 +61,51 @@ def test_bytes_per_parameter(llama: str, capsys: pytest.CaptureFixture[str]) -> 
         assert "bytes per parameter: 2.00 weights, 2.00 gradients, " in said
         first, *_ = document(capsys, *argv, "--pp", "3", "--dp", "2", "--states", states, "--budget", "1GiB")["ranks"]
         assert abs(first["optimizer_bytes"] - each * first["parameters"] / 2) <= 2 * small
+
+
+def test_a_budget_below_the_states_names_what_holds_less(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each option that is named, the least first, holds the bytes beside it; those that hold too much are not named."""
+    pytest.importorskip("peft")
+    argv = llama, "--sequence", "64"
+    held: dict[str, dict[str, float]] = {}
+    for budget in (3 << 20, 8 << 20, 14 << 20):
+        assert cli.main(["plan", *argv, "--budget", str(budget)]) == cli.TOO_SMALL
+        said = capsys.readouterr().err
+        words = re.findall(r"(--[^,(]*) \(([\d.]+) MiB( on a rank)?\)", said.partition("any of ")[2])
+        held[str(budget)] = {option: float(size) for option, size, _ in words}
+        assert [*held[str(budget)].values()] == sorted(held[str(budget)].values())
+        assert all(size * 2**20 < budget for size in held[str(budget)].values())
+    few, some, most = held.values()
+    assert [*few] == ["--fsdp 16", "--lora 16 --base nf4"]
+    assert {*some} - {*few} == {
+        "--lora 16",
+        "--optimizer-on-host",
+        "--optimizer adafactor",
+        "--optimizer sgd",
+        "--fsdp 4",
+    }
+    assert {*most} - {*some} == {"--optimizer-in-backward", "--states 8bit"}
+    for option, size in most.items():
+        (one,) = document(capsys, *argv, "--recompute", "none", *option.split())["configurations"]
+        made = one["made_of"]
+        weights, states = made["weights_bytes"], made["states_bytes"]
+        gradients = states / 2 if "lora" in option else 0 if "host" in option or "backward" in option else weights
+        assert weights + gradients + states == pytest.approx(size * 2**20, rel=0.04), option
+
+
+def test_a_budget_below_the_states_of_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ranks that share experts are refused before anything is simulated, with the bytes that the table then shows."""
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**MIXTURE, "torch_dtype": "bfloat16"}))
+    argv = str(path), "--sequence", "64", "--batch", "4", "--mbs", "1", "--dp", "4", "--ep", "2"
+    assert cli.main(["plan", *argv, "--budget", "1KiB"]) == cli.TOO_SMALL
+    found = re.search(r"states are .* \((\d+) bytes\) on average", capsys.readouterr().err)
+    assert found is not None
+    (row,) = document(capsys, *argv, "--recompute", "full")["configurations"]
+    (rank,) = row["ranks"]
+    sums = sum(rank[f"{word}_bytes"] for word in ("weight", "gradient", "optimizer"))
+    assert int(found[1]) == pytest.approx(sums, rel=0.01)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

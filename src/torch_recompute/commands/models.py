@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import importlib
 import inspect
 import json
 import sys
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import reduce
 from importlib.resources import files
@@ -375,6 +376,17 @@ def with_adapters(model: nn.Module, args: argparse.Namespace, *, sharded: bool =
         return model
     storage = torch.bfloat16 if sharded else torch.uint8  # which FSDP gathers with the rest
     return adapted(model, args.model, lora, args.base or BASES[0], storage)
+
+
+def with_usual_adapters(step: AskedStep) -> Iterator[tuple[str, str, AskedStep]]:
+    """Yields a step of a model that is built here with adapters on frozen weights, as an option and in words."""
+    fused = isinstance(step.layers, FusedLayers)
+    if not step.built_here or "lora" in step.asked_states or step.ranks.tp > 1 or step.ranks.fully_sharded or fused:
+        return
+    for base, option in zip(BASES, ("--lora 16", "--lora 16 --base nf4"), strict=True):
+        with contextlib.suppress(errors.ArgumentError):  # without PEFT, or layers of a class that cannot be of 4 bits
+            model = adapted(copy.deepcopy(step.model), step.word, Lora.of("16"), base)
+            yield option, "adapters", replace(step, model=model)
 
 
 def states_words(args: argparse.Namespace) -> dict[str, Any]:

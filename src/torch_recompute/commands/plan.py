@@ -17,7 +17,7 @@ import json
 import math
 import signal
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +30,15 @@ from .._text import explained, listed, table
 from ..memory.budget import enough, read_budget, too_small
 from ..plan.plan import Plan, SizeClass, shape_in_words
 from ..plan.ranks import KINDS_OF_CP, Ranks
-from ..planner.alternatives import LEAN_OPTIMIZERS, Alternative, alternatives, held_by, in_words, on_more_ranks
+from ..planner.alternatives import (
+    Alternative,
+    alternatives,
+    held_by,
+    in_words,
+    on_more_ranks,
+    with_another_optimizer,
+    with_other_states,
+)
 from ..planner.configurations import PEAK_WORDS, ConfiguredStep, ConfiguredSteps, configurations, peaks_of, stated
 from ..planner.layout import (
     ConfiguredLayout,
@@ -48,7 +56,7 @@ from ..planner.planner import Planner
 from ..planner.profile import Profile
 from ..planner.sent import Sent, unknown_network
 from ..planner.states import Stated
-from ..simulation.experts import shared_experts
+from ..simulation.experts import expert_paths, shared_experts
 from ..training_step import OPTIMIZERS, USUAL, elements, states_of
 from . import models
 from . import output as out
@@ -215,31 +223,29 @@ def _check_states(step: AskedStep, budget: str) -> None:
     raise errors.BudgetError(
         f"budget={asked.said} is too small for what {step.word} holds whatever is recomputed, "
         f"{errors.size(holds.total(), up=True)} ({holds.total()} bytes): {made}. No plan lowers these.\n"
-        f"  Write a budget above them{_lighter(step, held, asked.bytes)}.",
+        f"  Write a budget above them{_lighter(step, asked.bytes) or ', or spread the model over ranks'}.",
         holds.total(),
         None,
     )
 
 
-def _lighter(step: AskedStep, held: Mapping[str, int], budget: int) -> str:
-    """Returns what leaves room within a budget beside weights, gradients and states: other optimizers, more ranks."""
-    found: list[str] = []
-    for name in LEAN_OPTIMIZERS if step.optimizer is not None else ():
-        total = states_of(step.model.parameters(), OPTIMIZERS[name]).total() // step.ranks.shards
-        if total < budget and OPTIMIZERS[name] is not step.optimizer:
-            found.append(f"--optimizer {name} ({errors.size(total, up=True)})")
-    if held.get("states") and step.ranks.shards == 1 and held["weights"] < budget:
-        found.append(f"--optimizer-on-host ({errors.size(held['weights'], up=True)})")
+def _lighter(step: AskedStep, budget: int) -> str:
+    """Returns what leaves room within a budget beside weights, gradients and states: other states, more ranks."""
+    shards, sharded = step.ranks.shards, step.ranks.fully_sharded
+    stated = () if getattr(step.optimizer, "in_backward", False) else with_other_states(step)
+    others = [*with_another_optimizer(step), *stated, *models.with_usual_adapters(step)]
+    tensors = ((option, [*one.model.parameters(), *one.model.buffers()], one.optimizer) for option, _, one in others)
+    held = {option: states_of(some, optimizer).total() // shards for option, some, optimizer in tensors}
+    found = {f"{option} ({errors.size(nbytes, up=True)})": nbytes for option, nbytes in held.items() if nbytes < budget}
     if step.built_here:
-        sharded = step.ranks.fully_sharded
         total = states_of(step.model.parameters(), step.optimizer, None if sharded else torch.float32).total()
         count = 2 * (step.ranks.fsdp if sharded else 1)
         while total // count >= budget and count < MOST_RANKS:
             count *= 2
         if total // count < budget:
-            found.append(f"--fsdp {count} ({errors.size(total // count, up=True)} on a rank)")
-    less = f"; less is held with {' or '.join(found)}, activations not counted"
-    return less if found else ", or spread the model over ranks"
+            found[f"--fsdp {count} ({errors.size(total // count, up=True)} on a rank)"] = total // count
+    words = sorted(found, key=found.__getitem__)
+    return f"; less is held with any of {', '.join(words)}; activations are not counted" if words else ""
 
 
 def _nothing_to_gain(planner: Planner, plans: Sequence[Plan]) -> list[str]:
@@ -739,16 +745,16 @@ def _plan_ranks(args: argparse.Namespace, layout: Layout, output: Output) -> int
 def _check_rank_states(asked: _OnRanks) -> None:
     """Refuses a budget that is below what a rank of a pipeline holds of weights, gradients and states on average."""
     args, ranks = asked.args, asked.layout.ranks
-    if args.budget is None or ranks.shares_experts:
-        return
-    wanted, word = read_budget(args.budget), args.optimizer
+    wanted = read_budget(args.budget or "fit")
     if wanted.bytes is None:
         return
-    shared = states_of(asked.model.parameters(), OPTIMIZERS[word] if ranks.fully_sharded else None)
-    if word == "adamw" and not ranks.fully_sharded:  # Megatron's: two moments, and a copy of weights of 16 bits
-        each = (weight for weight in asked.model.parameters() if weight.requires_grad)
-        shared["states"] = sum(w.numel() * (8 + 4 * (w.itemsize < 4)) for w in each) // ranks.state_shards
-    least = shared.total() // (ranks.tp * ranks.pp * ranks.shards)
+    paths = expert_paths(asked.model) if ranks.shares_experts else ()
+    experts = {weight for path in paths for weight in asked.model.get_submodule(path).parameters()}
+    others = [weight for weight in asked.model.parameters() if weight not in experts]
+    least = _states_on_rank(args, ranks, others, ranks.tp * ranks.shards, ranks.state_shards) // ranks.pp
+    sharing = ranks.expert_ranks // ranks.ep if ranks.state_shards > 1 else 1
+    parts = ranks.expert_tp * ranks.ep * ranks.expert_shards
+    least += _states_on_rank(args, ranks, experts, parts, sharing) // ranks.pp
     if wanted.bytes < least:
         raise errors.BudgetError(
             f"budget={wanted.said} is too small for what a rank of {ranks} holds of {args.model} whatever is "
@@ -758,6 +764,17 @@ def _check_rank_states(asked: _OnRanks) -> None:
             least,
             None,
         )
+
+
+def _states_on_rank(
+    args: argparse.Namespace, ranks: Ranks, weights: Collection[torch.Tensor], parts: int, sharing: int
+) -> int:
+    """Returns the bytes of some weights, their gradients and states on each of the ranks that have parts of them."""
+    held = states_of(weights, OPTIMIZERS[args.optimizer] if ranks.fully_sharded else None)
+    if args.optimizer == "adamw" and not ranks.fully_sharded:  # Megatron's: two moments, a copy of weights of 16 bits
+        each = (weight for weight in weights if weight.requires_grad)
+        held["states"] = sum(weight.numel() * (8 + 4 * (weight.itemsize < 4)) for weight in each) // sharing
+    return held.total() // parts
 
 
 def _ranks_as_data(layout: Layout, plans: Sequence[RankPlan]) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def alternatives(planner: Planner, budget: int | None = None) -> list[Alternativ
     found: list[Alternative] = []
     for option, keyword, step, plan in _changed(planner):
         found.append(Alternative(option, keyword, _peak(step, plan)))
-    for option, keyword, step in _stated(planner):
+    for option, keyword, step in () if planner.plain.loop.frees_gradients else with_other_states(planner.step):
         with contextlib.suppress(Exception):  # whatever an optimizer of the user's may raise that is made otherwise
             found.append(Alternative(option, keyword, _peak(step, planner.leanest)))
     found += [*_smaller_batches(planner, budget)][-1:]
@@ -63,11 +63,7 @@ def alternatives(planner: Planner, budget: int | None = None) -> list[Alternativ
 
 def _changed(planner: Planner) -> Iterator[tuple[str, str, TrainingStep, Plan]]:
     step, plan = planner.step, planner.leanest
-    own = step.optimizer if not isinstance(step.optimizer, torch.optim.Optimizer) else type(step.optimizer)
-    for name in LEAN_OPTIMIZERS if own is not None else ():
-        if OPTIMIZERS[name] is not own:
-            changed = replace(step, optimizer=OPTIMIZERS[name])
-            yield f"--optimizer {name}", f'optimizer="{name}"', changed, plan
+    yield from ((*changed, plan) for changed in with_another_optimizer(step))
     for option, ranks in doubled(step.ranks):
         changed = _on_ranks(step, ranks)
         if changed is not None:
@@ -85,6 +81,14 @@ def _changed(planner: Planner) -> Iterator[tuple[str, str, TrainingStep, Plan]]:
         tiles, _ = tiled(step, plan, planner.simulated(plan))
         if tiles != plan:
             yield "--tiles", "tiles=True", step, tiles
+
+
+def with_another_optimizer(step: TrainingStep) -> Iterator[tuple[str, str, TrainingStep]]:
+    """Yields the step with an optimizer that may take less memory, as an option, as a keyword and itself."""
+    own = step.optimizer if not isinstance(step.optimizer, torch.optim.Optimizer) else type(step.optimizer)
+    for name in LEAN_OPTIMIZERS if own is not None else ():
+        if OPTIMIZERS[name] is not own:
+            yield f"--optimizer {name}", f'optimizer="{name}"', replace(step, optimizer=OPTIMIZERS[name])
 
 
 def doubled(ranks: Ranks) -> Iterator[tuple[str, Ranks]]:
@@ -128,10 +132,10 @@ def on_more_ranks(planner: LayoutPlanner) -> list[Alternative]:
     return sorted((one for one in found if one.peak_bytes < _WORTH * least), key=lambda one: one.peak_bytes)
 
 
-def _stated(planner: Planner) -> Iterator[tuple[str, str, TrainingStep]]:
+def with_other_states(step: TrainingStep) -> Iterator[tuple[str, str, TrainingStep]]:
     """Yields the step with an optimizer whose states are smaller or elsewhere, or that steps in backward."""
-    step, own = planner.step, planner.step.optimizer
-    if own is None or planner.plain.loop.frees_gradients:
+    own = step.optimizer
+    if own is None:
         return
     if not isinstance(own, Stated):
         own = Stated(cast("Make", type(own)) if isinstance(own, torch.optim.Optimizer) else own)
