@@ -404,6 +404,25 @@ def test_the_most_of_configurations_on_ranks(llama: str, capsys: pytest.CaptureF
     assert "full     1     0" in capsys.readouterr().out
 
 
+def test_where_the_peak_of_a_rank_is(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ranks without a pipeline have the peak, its operation and the largest tensor of the step on one device."""
+    argv = llama, "--sequence", "512", "--batch", "2", "--device", "h100", "--recompute", "none,full"
+    ranks = document(capsys, *argv, "--mbs", "1", "--dp", "2")["configurations"]
+    alone = document(capsys, *argv[:4], "1", *argv[5:], "--no-hold-output")["configurations"]
+    assert [one["peak"] for one in ranks] == [one["peak"] for one in alone]
+    for one, same in zip(ranks, alone, strict=True):
+        own, other = one["largest"][0], same["largest"][1]  # after what cuBLAS keeps
+        assert (own["tensor_bytes"], own["op"]) == (other["tensor_bytes"], other["op"])
+    assert cli.main(["plan", *argv, "--mbs", "1", "--dp", "2"]) == cli.OK
+    said = capsys.readouterr().out
+    assert "none: the peak is in a backward, by " in said
+    assert "stage" not in said
+    assert "in flight" not in said
+    assert "counted: as in Megatron-Core: no output in backward" in said
+    assert cli.main(["plan", *argv, "--mbs", "1"]) == cli.OK
+    assert "\n1 rank; 2 microbatches of 1\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("asked", [["--recompute", "none,full"], ["--frontier"], ["--largest-batch"]], ids="".join)
 def test_what_is_asked_of_ranks(
     asked: list[str], llama: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from .. import errors
-from .._text import explained, listed, table
+from .._text import counted, explained, listed, table
 from ..memory.budget import enough, read_budget, too_small
 from ..plan.plan import Plan, SizeClass, shape_in_words
 from ..plan.ranks import KINDS_OF_CP, Ranks
@@ -47,6 +47,7 @@ from ..planner.layout import (
     LayoutRanks,
     RankPlan,
     configured,
+    counted_in,
     no_pipeline,
     plan_of_shard,
     step_seconds,
@@ -895,24 +896,17 @@ def _print_ranks(console: Console, layout: Layout, plans: Sequence[RankPlan]) ->
             )
         _print_sent(console, plan.sent, plain=True)
     step, plain = step_seconds(layout, plans), step_seconds(layout, plans, plain=True)
+    waits = (layout.ranks.pp - 1) / layout.ranks.vpp
+    slowest = f" of the slowest rank and {waits:g} to fill and drain the pipeline" if waits else ""
     console.print(
-        f"step {1000 * step:,.1f} ms, {step / plain - 1:+.1%} for replays: {layout.microbatches} microbatches of the "
-        f"slowest rank and {(layout.ranks.pp - 1) / layout.ranks.vpp:g} to fill and drain the pipeline, then "
+        f"step {1000 * step:,.1f} ms, {step / plain - 1:+.1%} for replays: "
+        f"{counted(layout.microbatches, 'microbatch')}{slowest}, then "
         f"{1000 * max(plan.optimizer_seconds for plan in plans):,.1f} ms of the optimizer"
     )
-    shared = (
-        "Replicas share the optimizer's state, as Megatron's distributed optimizer does; gradients are in buffers of "
-        f"{layout.ranks.reduce_dtype or 'the type of weights'}."
-    )
-    if layout.ranks.fully_sharded:
-        shared = (
-            "FSDP2 shares weights, gradients and states, in torch's pipeline: gradients of microbatches are added up "
-            "whole and reduced once."
-        )
     console.print(
         f"Sizes in {name}. In flight: microbatches of a chunk at the peak, over all chunks. Gap: no choice of "
         "what to keep and recompute saves more of the rank's time. Links: collectives inside a layer, counted in a "
-        f"microbatch. {shared}",
+        f"microbatch. Counted {counted_in(layout)}.",
         style="dim",
     )
 

@@ -26,6 +26,8 @@ import torch
 
 from .._torch.fakes import FakeTensor, device_of
 
+LARGEST = 3
+"""The number of tensors that are named at a peak."""
 CATEGORIES = ("parameters", "buffers", "gradients", "optimizer", "other", "activations")
 PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER, OTHER, ACTIVATIONS = range(len(CATEGORIES))
 
@@ -336,6 +338,11 @@ class Block(NamedTuple):
     born: int
     died: int | None
     made: Place
+
+
+def largest(blocks: Iterable[Block]) -> tuple[Block, ...]:
+    """Returns the largest of some blocks, the largest first."""
+    return tuple(sorted(blocks, key=lambda block: -block.nbytes)[:LARGEST])
 
 
 @dataclass

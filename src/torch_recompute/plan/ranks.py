@@ -233,7 +233,7 @@ class Ranks:
             "shards in host memory" if self.on_host else "",
             f"data parallel {self.replicas}" if self.replicas > 1 else "",
         ]
-        return f"{', '.join(filter(None, parts)) or 'no groups'}: {counted(self.world, 'rank')}"
+        return ": ".join(filter(None, [", ".join(filter(None, parts)), counted(self.world, "rank")]))
 
 
 def those_that_fit(numbers: Iterable[int], *sizes: int) -> str:

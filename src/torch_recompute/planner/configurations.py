@@ -27,7 +27,7 @@ from torch import nn
 from .. import errors
 from .._text import close_to, counted, doing, listed, shown, table
 from ..devices import Roofline
-from ..memory import Block
+from ..memory.ledger import Block, largest
 from ..memory.loop import NOT_COUNTED
 from ..memory.operations import Operation
 from ..memory.reserved import EXPANDABLE
@@ -46,7 +46,6 @@ from .prices import Measured, prices_for, seconds_of
 from .sent import Sent, overlapped, sent, unknown_network
 from .tiling import tiled
 
-LARGEST = 3
 PEAK_WORDS: Mapping[str, str] = {
     "most": "where it was looked for: the tokens in a sequence, or the items in a batch, that the budget holds",
     "peak": "the most bytes alive at one moment of the step; from weights to the seconds is what it is made of then",
@@ -118,9 +117,7 @@ class ConfiguredStep:
     @property
     def largest(self) -> tuple[Block, ...]:
         """The largest tensors that are alive at the peak, the largest first."""
-        at = self.simulation.peak.event
-        alive = (one for one in self.simulation.blocks if one.born <= at and (one.died is None or one.died > at))
-        return tuple(sorted(alive, key=lambda block: -block.nbytes)[:LARGEST])
+        return largest_at_peak(self.simulation)
 
     @cached_property
     def reserved_bytes(self) -> dict[str, int]:
@@ -137,17 +134,7 @@ class ConfiguredStep:
             **self.reserved_bytes,
             "made_of": parts_as_data(self.made_of),
             "peak": {"phase": peak.phase, "module": peak.module, "op": peak.op},
-            "largest": [
-                {
-                    "tensor_bytes": block.nbytes,
-                    "category": block.category,
-                    "shape": list(block.made.shape),
-                    "module": block.made.module,
-                    "op": block.made.op,
-                    "phase": block.made.phase,
-                }
-                for block in self.largest
-            ],
+            "largest": [*map(tensor_as_data, self.largest)],
             "step_seconds": self.step_seconds,
             "replay_seconds": self.replay_seconds,
             "replay_flops": self.simulation.flops["replay"],
@@ -438,8 +425,8 @@ def _lines(steps: Sequence[ConfiguredStep]) -> Iterator[str]:
     for one in steps:
         peak = one.simulation.peak
         uncounted = f" ({one.simulation.uncounted})" if one.simulation.uncounted else ""
-        yield f"{one.name}: the peak is in {_where(peak.phase, peak.module)}, by {_name_of(peak.op)}{uncounted}"
-        yield f"  largest: {'; '.join(map(_described, one.largest))}"
+        yield f"{one.name}: the peak is in {_where(peak.phase, peak.module)}, by {name_of_op(peak.op)}{uncounted}"
+        yield f"  largest: {'; '.join(map(tensor_in_words, one.largest))}"
     yield from dict.fromkeys(note.strip() for one in steps for note in notes(one.plan.choices))
     for word, said in _said(steps):
         yield f"{word}: {said}"
@@ -483,7 +470,8 @@ def _where(phase: str, module: str) -> str:
     return {"optimizer": "the optimizer's step"}.get(phase, phase) + (f" of {module}" if module else "")
 
 
-def _name_of(op: str) -> str:
+def name_of_op(op: str) -> str:
+    """Returns the name of an operation, as people write it."""
     return op.removeprefix("aten.").removesuffix(".default") or "what is there when it begins"
 
 
@@ -494,11 +482,24 @@ _MADE: Mapping[str, Callable[[Block], str]] = {
 }
 
 
-def _described(block: Block) -> str:
-    """A tensor: its size, what it is, and its shape."""
+def largest_at_peak(simulation: Simulation) -> tuple[Block, ...]:
+    """Returns the largest tensors that are alive at the peak of a step, the largest first."""
+    at = simulation.peak.event
+    return largest(one for one in simulation.blocks if one.born <= at and (one.died is None or one.died > at))
+
+
+def tensor_as_data(block: Block) -> dict[str, Any]:
+    """Returns a tensor as plain data: its size, what it is for, and the operation that made it."""
+    made = block.made
+    of_it = {"tensor_bytes": block.nbytes, "category": block.category, "shape": list(made.shape)}
+    return {**of_it, "module": made.module, "op": made.op, "phase": made.phase}
+
+
+def tensor_in_words(block: Block) -> str:
+    """Returns a tensor in words: its size, what it is, and its shape."""
     made = block.made
     what = _MADE[block.category](block) if block.category in _MADE and (made.module or made.op) else block.category
     if block.category not in _MADE and made.op:
-        what = f"{_name_of(made.op)} in {_where(made.phase, made.module)}"
+        what = f"{name_of_op(made.op)} in {_where(made.phase, made.module)}"
     shape = f" ({' x '.join(map(str, made.shape))})" if made.shape else ""
     return f"{errors.size(block.nbytes)} {what}{shape}"

@@ -29,21 +29,32 @@ from .._text import counted, table
 from .._torch.fakes import host_of
 from ..devices import Device
 from ..memory.budget import Limit
-from ..memory.loop import Loop
+from ..memory.ledger import Block, Place
+from ..memory.loop import NOT_COUNTED, Loop
 from ..memory.measurement import weights_of
 from ..plan.apply import apply
 from ..plan.plan import Plan
 from ..plan.ranks import Ranks
 from ..simulation.step import simulate_step, where_it_runs
 from ..training_step import OPTIMIZERS, TrainingStep, any_loss
-from .configurations import NO_WAITS, PEAK_WORDS, largest_parts, made_of, parts_as_data
+from .configurations import (
+    NO_WAITS,
+    PEAK_WORDS,
+    largest_at_peak,
+    largest_parts,
+    made_of,
+    name_of_op,
+    parts_as_data,
+    tensor_as_data,
+    tensor_in_words,
+)
 from .hosts import NO_LEAVE, Leave
 from .pipeline import Budget, PipelinePlanner, PipelineRank, PipelineStages, RankPlanner, paths_of_layers
 from .planner import Planner
 from .prices import prices_for
 from .schedules import Pipeline, one_f_one_b, orders_named
 from .sent import Sent, between, sent, together
-from .stage_runs import StageRun
+from .stage_runs import ActionPeak, StageRun
 from .states import Stated, new_states, trained, update
 from .tensor_parallel import check_divides, rank_model
 from .tiling import tiled
@@ -136,6 +147,8 @@ class RankPlan:
     plan: Plan  # in the paths of the whole model
     made_of: Mapping[str, int] = field(default_factory=dict[str, int])  # the bytes of the peak by what they are for
     where: str = ""  # the peak is, in words
+    at: Place = field(default_factory=Place)  # the operation of the peak
+    largest: tuple[Block, ...] = ()  # activations of the running microbatch at the peak
     once_seconds: float = 0.0  # of what ranks that share weights send once in a step
 
     @property
@@ -161,7 +174,9 @@ class RankPlan:
     def as_data(self) -> dict[str, Any]:
         """The figures as plain data."""
         data = {**vars(self), "peak_bytes": self.peak_bytes, "sent": [one.as_data() for one in self.sent]}
-        del data["plan"]
+        del data["plan"], data["at"]
+        data["peak"] = {"phase": self.at.phase, "module": self.at.module, "op": self.at.op}
+        data["largest"] = [*map(tensor_as_data, self.largest)]
         data["buffer_bytes"], data["made_of"] = self.buffer_bytes, parts_as_data(self.made_of)
         return data
 
@@ -223,7 +238,7 @@ class ConfiguredLayout:
             "peak_bytes": self.peak_bytes,
             "rank": self.fullest.rank,
             "made_of": parts_as_data(self.fullest.made_of),
-            "peak": self.fullest.where,
+            **{name: self.fullest.as_data()[name] for name in ("peak", "largest", "where")},
             "step_seconds": self.step_seconds,
             "replay_seconds": self.replay_seconds,
             "ranks": [rank.as_data() for rank in self.ranks],
@@ -247,14 +262,39 @@ def configured(steps: Sequence[ConfiguredLayout]) -> Iterator[str]:
     wide = max(len(row[0]) for row in rows)
     yield from table([(row[0].ljust(wide), *row[1:]) for row in rows])
     for one in steps:
-        flying = f", with {sum(one.fullest.held)} in flight"
-        yield f"{one.name}: rank {one.fullest.rank} needs the most, {one.fullest.where}{flying}"
+        yield f"{one.name}: {_peak_in_words(one)}"
+        if one.fullest.largest:
+            yield f"  its largest activations: {'; '.join(map(tensor_in_words, one.fullest.largest))}"
         others = (f"rank {rank.rank} {errors.size(rank.peak_bytes)}" for rank in one.ranks if rank is not one.fullest)
         if len(one.ranks) > 1:
             yield f"  the others: {', '.join(others)}"
         yield from (f"in tiles, with {one.name}: {words}" for words in one.tiled)
+    yield from dict.fromkeys(f"counted: {counted_in(one.layout)}" for one in steps)
+    yield f"not counted: {NOT_COUNTED}"
     if any(choice.store == "host" for one in steps for rank in one.ranks for choice in rank.plan):
         yield ": ".join(NO_WAITS)
+
+
+def counted_in(layout: Layout) -> str:
+    """Returns the loop that the peaks of ranks belong to, in words."""
+    if layout.ranks.fully_sharded:
+        return (
+            "as FSDP2 does in torch's pipeline: weights, gradients and states are shared; gradients of microbatches "
+            "are added up whole and reduced once"
+        )
+    gradients = layout.ranks.reduce_dtype or "the type of weights"
+    shared = "; replicas share the optimizer's states" if layout.ranks.state_shards > 1 else ""
+    return (
+        f"as in Megatron-Core: no output in backward, the loss alone; gradients in buffers of {gradients}, which are "
+        f"there throughout the step{shared}"
+    )
+
+
+def _peak_in_words(one: ConfiguredLayout) -> str:
+    rank, by = one.fullest, f", by {name_of_op(one.fullest.at.op)}" if one.fullest.at.op else ""
+    if one.layout.ranks.pp == 1:
+        return f"the peak is {rank.where.removesuffix(' of stage 0')}{by}"
+    return f"rank {rank.rank} needs the most, {rank.where}{by}, with {sum(rank.held)} in flight"
 
 
 def one_rank(
@@ -313,6 +353,8 @@ def plan_of_shard(planner: Planner, plan: Plan) -> RankPlan:
         plan=plan,
         made_of=parts,
         where=f"in {found.peak.phase}",
+        at=Place(found.peak.event, found.peak.phase, found.peak.module, found.peak.op),
+        largest=largest_at_peak(found),
     )
 
 
@@ -390,7 +432,9 @@ class LayoutRanks:
         states = weight_bytes + gradient_bytes + rank.state_bytes
         microbatch, update = rank.ran
         links = [(sent, price(op) * n, n) for op, n in microbatch.items() if (sent := op.sent_bytes) is not None]
-        step = peak.step
+        step, when = peak.step, ActionPeak(Place(), ())
+        if step is not None:
+            when = runs[step.action.stage].peaks.get(step.action.kind, when)
         return RankPlan(
             rank=rank.number,
             layers=tuple(tuple(range(*self.cut.bounds[stage])) for stage in rank.stages),
@@ -410,6 +454,8 @@ class LayoutRanks:
             plan=plan,
             made_of=parts,
             where=peak.where,
+            at=when.place,
+            largest=when.largest,
             once_seconds=sum(price(op) * count for op, count in rank.once.items()),
         )
 

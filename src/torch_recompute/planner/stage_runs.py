@@ -26,7 +26,7 @@ from torch import nn
 from .. import _torch
 from .._torch.fakes import FakeTensorMode
 from .._torch.ranks import backward_for_inputs, backward_for_weights, let_go
-from ..memory.ledger import ACTIVATIONS, OTHER, storages
+from ..memory.ledger import ACTIVATIONS, CATEGORIES, OTHER, Block, Entry, Place, largest, storages
 from ..memory.operations import ModuleStack, Operation, Storages
 from ..plan.apply import apply
 from ..plan.choice import joined
@@ -47,6 +47,13 @@ from .schedules import BACKWARD, FORWARD, INPUTS, REDUCE, WEIGHTS
 from .states import trained
 
 
+class ActionPeak(NamedTuple):
+    """When a microbatch takes the most: during which operation, and the largest tensors that it has made."""
+
+    place: Place
+    largest: tuple[Block, ...]
+
+
 @dataclass(frozen=True)
 class StageRun:
     """The figures of a stage that has run."""
@@ -60,6 +67,7 @@ class StageRun:
     uses: Mapping[str, Mapping[str, int]] = field(default_factory=dict[str, dict[str, int]])
     """Of what the second microbatch takes where an action of each kind takes the most, the bytes that it does not keep,
     by what they are for."""
+    peaks: Mapping[str, ActionPeak] = field(default_factory=dict[str, ActionPeak])  # of these actions, when that is
     order: tuple[Op, ...] = ()  # of one microbatch, where ranks that share weights send beside it
     more: Mapping[str, Counter[Op]] = field(default_factory=dict[str, Counter[Op]])
     """What these send besides: in a forward by the kind of the action before it, and in the reduction."""
@@ -289,6 +297,7 @@ class _Microbatches:
         self._entered: list[torch.Tensor] = []  # the same as the root of a sharded stage gives them on
         self._out: Any = None
         self._kept: list[Any] = []
+        self._peaks: dict[str, ActionPeak] = {}
         self._own: dict[tuple[str, bool], int] = {}
         self._end = 0
 
@@ -333,7 +342,7 @@ class _Microbatches:
             own=self._own,
         )
         names = tuple(name for name, tensor in mine.items() if isinstance(tensor, nn.Parameter))
-        return StageRun(figures, timeline, self._ran, names, +self._replayed, self._uses)
+        return StageRun(figures, timeline, self._ran, names, +self._replayed, self._uses, self._peaks)
 
     def _run(self) -> tuple[int, int, tuple[int, int, int]]:
         """Runs the microbatches; returns what is alive before the last, where it begins, and what it keeps."""
@@ -445,16 +454,24 @@ class _Microbatches:
             self._recording.forward_is_over()
         self._own[kind, again] = self._most(start, level)
         if again and (samples := self._timeline[start:]):
-            self._uses[kind] = self._used(max(samples, key=lambda sample: sample.live_bytes).event)
+            peak = max(samples, key=lambda sample: sample.live_bytes)
+            new = self._made(peak.event)
+            self._uses[kind] = self._used(new)
+            made = [Block(CATEGORIES[one.rank], nbytes, one.place.event, None, one.place) for one, nbytes in new]
+            place = self._recording.at.get(peak.event, Place())
+            self._peaks[kind] = ActionPeak(place._replace(op=peak.op), largest(made))
 
     def _most(self, start: int, level: int) -> int:
         """The most that was alive since some sample above a level."""
         return max([*(sample.live_bytes for sample in self._timeline[start:]), self._live]) - level
 
-    def _used(self, event: int) -> dict[str, int]:
-        """Bytes that the microbatch takes besides what it keeps, after an event, by what they are for."""
+    def _made(self, event: int) -> list[tuple[Entry, int]]:
+        """The activations of the microbatch that are alive after an event."""
         alive = self._recording.here.alive_after(event)
-        new = [(one, nbytes) for one, nbytes in alive if one.rank == ACTIVATIONS and one.place.event > self._began]
+        return [(one, nbytes) for one, nbytes in alive if one.rank == ACTIVATIONS and one.place.event > self._began]
+
+    def _used(self, new: list[tuple[Entry, int]]) -> dict[str, int]:
+        """Bytes of activations besides those that are kept, by what they are for."""
         found = self._recording.by_use(new)
         del found["saved"]
         return found
