@@ -1,5 +1,7 @@
 """Calls taken apart and put together, views rebuilt over other memory, and fingerprints of bits."""
 
+import enum
+import threading
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -333,3 +335,53 @@ def test_digest_of_one_element_with_a_stride():
     base = torch.arange(4.0)
     assert torch.equal(digest(base[1:2]), digest(base[1::3]))
     assert not torch.equal(digest(base[1:2]), digest(base[2:3]))
+
+
+class Context:
+    """A user's own object that is passed on from layer to layer."""
+
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+
+
+class Kind(enum.Enum):
+    """One of a kind."""
+
+    CAUSAL = "causal"
+
+
+class Slotted:
+    """Has no dictionary."""
+
+    __slots__ = ("tensor",)
+
+
+class Named(dict[str, Any]):
+    """Extends a class that is written in C."""
+
+
+def test_an_object_comes_back_as_it_was() -> None:
+    """With its class and attributes, objects within it too; one that is there twice, or within itself, is one again."""
+    given = Context(tensor=T, scale=2, parts=[U], inner=Context(tensor=U))
+    given.parts.append(given)
+    call = Call((given, 1), {"again": given, "several": [given, {"a": given.inner}]})
+    given.__dict__.clear()
+    for _ in range(2):
+        (made, one), more = call.arguments(call.leaves)
+        assert type(made) is Context
+        assert made is not given
+        assert (made.scale, one, len(made.parts)) == (2, 1, 2)
+        assert made.tensor is T
+        assert made.parts[0] is made.inner.tensor is U
+        assert made is more["again"] is more["several"][0] is made.parts[1]
+        assert made.inner is more["several"][1]["a"]
+        made.scale = 3
+
+
+def test_an_object_that_may_be_one_of_a_kind_is_passed_on() -> None:
+    """A handle, a member of an enumeration, and what has more than its attributes are no copies in a replay."""
+    slotted, named = Slotted(), Named()
+    named.tensor = T  # type: ignore[attr-defined]
+    for one in (Kind.CAUSAL, Context(lock=threading.Lock()), Context(model=nn.Identity()), slotted, named, Context()):
+        call = Call((one,), {})
+        assert call.arguments(call.leaves)[0][0] is one

@@ -11,7 +11,7 @@ from torch import nn
 
 from laws.placements import chain
 from laws.watch import ones, raised
-from torch_recompute import recompute
+from torch_recompute import Choice, Plan, apply, recompute
 
 IN_PLACE = re.compile("in.?place")
 HANDED = {
@@ -96,3 +96,49 @@ def test_a_weight_changed_before_backward(kind):
     layer(torch.ones(2, 3)).sum().backward()
     optimizer.step()
     assert IN_PLACE.search(raised(RuntimeError, y.sum().backward))
+
+
+class Context:
+    """A user's own object, which layers read and write."""
+
+    def __init__(self, h, scale=2.0):
+        self.h, self.scale, self.seen = h, scale, []
+
+
+class Reads(nn.Module):
+    """Reads a context, and may write to it."""
+
+    def __init__(self, writes):
+        super().__init__()
+        self.up, self.writes = nn.Linear(3, 3), writes
+
+    def forward(self, x, context):
+        y = torch.tanh(self.up(x + context.h * context.scale)) + sum(seen.sin() for seen in context.seen)
+        if self.writes:
+            context.h = torch.tanh(context.h * y)
+            context.seen.append(y)
+        return y.exp()
+
+
+@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.parametrize("planned", [False, True])
+def test_an_object_that_is_changed_between_forward_and_backward(writes, planned):
+    """A replay gets an object with the attributes that the forward found, and writes to that alone."""
+    torch.manual_seed(3)
+    layers, encoder, x = nn.ModuleList(Reads(writes) for _ in range(3)), nn.Linear(3, 3), torch.randn(2, 3)
+
+    def gradients(wrap):
+        context, y = Context(encoder(x)), x
+        for layer in layers:
+            y = wrap(layer)(y, context)
+            context.h, context.scale = context.h * 0.5, context.scale + 1
+        found = torch.autograd.grad(y.sum(), [*layers.parameters(), *encoder.parameters()])
+        return found, len(context.seen)
+
+    plain, count = gradients(lambda layer: layer)
+    handle = apply(layers, Plan((Choice(("0", "1", "2")),))) if planned else None
+    again, same = gradients((lambda layer: layer) if planned else recompute)
+    assert count == same == 3 * writes
+    assert all(map(torch.equal, plain, again))
+    if handle is not None:
+        handle.remove()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import weakref
 
 import pytest
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint as stock
 from laws.cases import CASES
 from laws.placements import PLACEMENTS, PLAIN, chain
 from laws.table import for_each
-from laws.watch import Bytes, backward, big, floating, no_collector, step, weights_of
+from laws.watch import Bytes, backward, big, floating, no_collector, ones, step, weights_of
 from torch_recompute import measure, no_recompute, recompute
 
 table = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -274,3 +275,39 @@ def test_a_saved_call_holds_no_history_of_an_input():
         result = recompute(outer)(given)
         del given, result
         assert gone() is None
+
+
+TAPS = contextvars.ContextVar("taps")
+
+
+class Taps:
+    """An object in which a layer leaves its results."""
+
+    def __init__(self):
+        self.of = []
+
+
+@pytest.mark.parametrize("way", ["a list in a context variable", "an object in one", "an object", "a list"])
+@pytest.mark.parametrize("does", [backward, lambda _: None], ids=["backward", "dropped"])
+def test_results_that_are_left_in_a_collector(way, does):
+    """They die with the collector, which a replay leaves as the forward has left it."""
+    layer, x = nn.Linear(64, 64), ones(64, 64)
+
+    def fn(x, given=None):
+        y = torch.tanh(layer(x))
+        taps = TAPS.get() if given is None else given
+        getattr(taps, "of", taps).append(y)
+        return layer(y)
+
+    for _ in range(3):
+        with no_collector():
+            taps = Taps() if "object" in way else []
+            token = TAPS.set(taps)
+            out = recompute(fn)(x) if "one" in way or "variable" in way else recompute(fn)(x, taps)
+            TAPS.reset(token)
+            found = getattr(taps, "of", taps)
+            ref = weakref.ref(found[0])
+            does(out)
+            assert len(found) == 1
+            del taps, found, out
+            assert ref() is None

@@ -16,9 +16,7 @@ object where a dictionary has changed since the last look. Design note 015 says 
 
 from __future__ import annotations
 
-import collections
 import dis
-import enum
 import functools
 import itertools
 import operator
@@ -33,7 +31,7 @@ from torch import nn
 from .._torch import version_of_dict
 from .._torch.modes import call
 from .._torch.tensors import apart, wants_grad
-from .arguments import PLAIN
+from .arguments import CONTAINERS, PLAIN, is_config
 
 
 class _Code(NamedTuple):
@@ -149,8 +147,6 @@ class Captured(NamedTuple):
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 _TABLES = ("_parameters", "_buffers", "_modules")
 _NOT_READ = _OF_EVERY_MODULE - {"training"}  # which an OptimizedModule does not have
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
-_CONTAINERS = (list, dict, set, collections.deque)
 _HOOKS = (
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
@@ -172,17 +168,6 @@ def _reader(keys: tuple[str, ...]) -> Callable[[dict[str, Any]], tuple[Any, ...]
     return operator.itemgetter(*keys) if len(keys) > 1 else lambda entries: tuple([entries[key] for key in keys])
 
 
-def _is_config(value: Any, deep: int = 2) -> bool:
-    """Whether an object holds plain data alone, as a config does. A handle or a trainer does not, and is left alone."""
-    if isinstance(value, (nn.Module, torch.Tensor, *_FUNCTIONS)) or not deep:
-        return False
-    data: dict[str, Any] | None = getattr(value, "__dict__", None)
-    plain = (enum.Enum, tuple, torch.Tensor, torch.Generator, *_CONTAINERS, *_FUNCTIONS)
-    return bool(data) and all(
-        type(one) in PLAIN or isinstance(one, plain) or _is_config(one, deep - 1) for one in data.values()
-    )
-
-
 Undo = tuple[Any, ...]
 """A function and its arguments."""
 
@@ -194,7 +179,7 @@ def undo(kept: Iterable[Undo]) -> None:
 
 
 def _has_entries(value: Any) -> bool:
-    return isinstance(value, _CONTAINERS) or _is_config(value)
+    return isinstance(value, CONTAINERS) or is_config(value)
 
 
 class Aside(NamedTuple):
@@ -356,7 +341,7 @@ class Contents:
 
     def __init__(self, label: str, value: Any) -> None:
         self.label = label
-        self._inside = value if isinstance(value, _CONTAINERS) else value.__dict__
+        self._inside = value if isinstance(value, CONTAINERS) else value.__dict__
         self.large = len(self._inside) > MANY
         self.then = self.now()
 

@@ -27,6 +27,7 @@ from .. import _torch, errors
 from .._torch import leads_to, version_of, version_of_dict
 from .._torch.tensors import apart
 from ..state import CPU_RNG, GENERATORS, Alike, Ambient, copied, elsewhere, exchange, paired, same, undrawn
+from .arguments import PLAIN, Call, written_in_c
 from .captures import MANY, Captured, Captures, Contents, Snapshot, parameters_of, snapshot, undo
 
 SMALL = 64 * 1024
@@ -320,11 +321,18 @@ class ReplayState:
         restored: The storages of the tensors that have other contents during a replay than outside of it.
     """
 
-    __slots__ = ("_consumed", "_context", "_cpu", "_settings", "reached", "restored")
+    __slots__ = ("_consumed", "_context", "_cpu", "_settings", "_variables", "reached", "restored")
 
     def __init__(self, reach: Captures | None, ambients: Sequence[Ambient], cells: bool) -> None:
         self._settings = _torch.settings()
-        self._context = contextvars.copy_context()
+        self._context = context = contextvars.copy_context()
+        self._variables: tuple[Sequence[contextvars.ContextVar[Any]], Call] | None = None
+        if not _atoms.issuperset(map(type, context.values())):
+            given = Call(tuple(context.values()), {})
+            if given.nested:
+                self._context, self._variables = contextvars.Context(), (tuple(context), given)
+            else:
+                _atoms.update(filter(written_in_c, map(type, context.values())))
         self._cpu: torch.Tensor | None = None  # every region's first ambient, taken without the detour
         if ambients and ambients[0] is CPU_RNG:
             self._cpu = _cpu_state()
@@ -383,6 +391,10 @@ class ReplayState:
         present = _torch.settings()
         reached = self.reached
         context = self._context.copy()  # a context cannot be entered twice, and replays may nest
+        if self._variables is not None:
+            variables, given = self._variables
+            for variable, value in zip(variables, given.arguments(given.leaves)[0], strict=True):
+                context.run(variable.set, value)
         consumed = self._consumed if self._cpu is None else [(CPU_RNG, self._cpu), *self._consumed]
         dicts, versions = ((), []) if reached is None else (reached.dicts, reached.dict_versions)
         same = reached is None or [*map(version_of_dict, dicts)] == versions or reached.same()
@@ -407,6 +419,7 @@ class ReplayState:
             context.run(fn, *args)
 
 
+_atoms: set[type[Any]] = {*PLAIN}  # classes of context variables that nothing is taken out of
 _exclusive = threading.RLock()
 """Held by a replay that puts something back which all threads share: generators, buffers, `training` flags."""
 

@@ -28,6 +28,7 @@ from torch import nn
 
 from .. import _torch, errors
 from .._torch.fakes import FakeTensorMode
+from ..engine.arguments import Call, is_context
 from ..memory.operations import Operation
 from ..plan.apply import apply
 from ..plan.choice import ATTENTION, DOWN, Choice, Target, joined
@@ -107,10 +108,17 @@ class _Capture:
             kind = self._target.partition(" ")[0]
             self._captured.autocast = _torch.autocast_dtype(kind, self._device.type)
         leaves, spec = _torch.tree_flatten((args, kwargs))
+        build: Any = partial(_torch.tree_unflatten, spec=spec)
+        if any(is_context(leaf) and not is_cache(leaf) for leaf in leaves):
+            whole = Call(args, kwargs)
+            leaves, build = whole.leaves, whole.arguments
         recorded = tuple(CacheSnapshot(leaf) if is_cache(leaf) else leaf for leaf in leaves)
         chained = bool(leaves) and leaves[0] is self._result and isinstance(leaves[0], torch.Tensor)
+        before = {id(leaf) for _, call, _, _ in self._seen[-1:] for leaf in call.steps[0][1]}
+        others = (leaf for leaf in leaves[1:] if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
+        chained = chained and all(id(leaf) in before for leaf in others)  # else made between the two
         self._running.append([])
-        call = SegmentCall(((module, recorded, spec),), _autocast(leaves))
+        call = SegmentCall(((module, recorded, build),), _autocast(leaves))
         self._seen.append((path, call, self._running[-1], chained))
 
     def _leave(self, _module: nn.Module, _args: Any, returned: Any) -> None:
@@ -148,7 +156,7 @@ class _Capture:
         captured, numbers = self._captured, dict[Any, int]()
         times = Counter(path for path, *_ in self._seen)
         for path, call, ops, chained in self._seen:
-            ((module, leaves, _spec),) = call.steps
+            ((module, leaves, _build),) = call.steps
             grads = tuple(isinstance(x, torch.Tensor) and x.requires_grad for x in (*leaves, *module.parameters()))
             like = tuple(ops), grads[len(leaves) :], module.training, path if times[path] > 1 else ""
             kind = str(numbers.setdefault((like, grads), len(numbers)))

@@ -39,7 +39,7 @@ from .prices import Overhead
 class SegmentCall:
     """A call of a segment, which is one module or several in a row; modules and tensors are fake."""
 
-    steps: tuple[tuple[nn.Module, tuple[Any, ...], Any], ...]  # each module, its flat arguments and their structure
+    steps: tuple[tuple[nn.Module, tuple[Any, ...], Any], ...]  # each module, its flat arguments, and their maker
     autocast: torch.autocast | None = None  # as it was; None where nothing is called with a tensor
 
     @property
@@ -52,11 +52,11 @@ class SegmentCall:
         """Calls the modules, with these tensors for `inputs`; the result of one is the first argument of the next."""
         fresh = {id(old): new for old, new in zip(self.inputs, inputs, strict=True)}
         result: Any = None
-        for number, (module, leaves, spec) in enumerate(self.steps):
+        for number, (module, leaves, build) in enumerate(self.steps):
             given = [leaf.cache() if isinstance(leaf, CacheSnapshot) else fresh.get(id(leaf), leaf) for leaf in leaves]
             if number:
                 given[0] = result[0] if isinstance(result, tuple) else result
-            args, kwargs = _torch.tree_unflatten(given, spec)
+            args, kwargs = build(given)
             del given
             with self.autocast or nullcontext():
                 result = module(*args, **kwargs)
