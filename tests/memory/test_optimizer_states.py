@@ -174,6 +174,48 @@ def test_in_backward(case: str, recompute: str) -> None:
     assert memory.live_by_category["optimizer"] == one.made_of["states"] > 0
 
 
+class Lion(torch.optim.Optimizer):
+    """Keeps its settings and its states in attributes of its own, as optimizers outside of torch do."""
+
+    def __init__(self, parameters: Any, lr: float = 1e-3) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.beta = 0.9
+        self.means: dict[torch.Tensor, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Moves each parameter by the sign of its mean gradient."""
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    mean = self.means.setdefault(weight, torch.zeros_like(weight))
+                    weight.sub_(mean.lerp_(weight.grad, 1 - self.beta).sign(), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("budget", [None, 0.5])
+@pytest.mark.parametrize("instance", [False, True])
+def test_states_in_attributes_of_the_optimizers_own(instance: bool, budget: float | None) -> None:
+    """They are counted, and a copy of the optimizer has them, though `state_dict` knows nothing of them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(3)))
+    x, optimizer = torch.randn(64, 16), Lion(model.parameters())
+    given: Any = optimizer if instance else Lion
+    if budget is None:
+        promise = simulate(model, (x,), loss=mean_square, optimizer=given).peak_bytes
+    else:
+        plan = make_plan(model, (x,), loss=mean_square, optimizer=given, budget=budget)
+        promise = plan.predicted_peak_bytes or 0
+        apply(model, plan)
+    assert not optimizer.means
+    for _ in range(2):
+        with measure(model, optimizer).track(x, *optimizer.means.values()) as m:
+            out = model(x)
+            mean_square(out).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert m.peak_bytes == promise
+
+
 @pytest.mark.parametrize("make", [EightBits, MasterWeights])
 def test_states_of_its_own(make: Any) -> None:
     """An optimizer with states of 8 bits, or with copies of weights in 32, is simulated as it is measured."""

@@ -379,6 +379,48 @@ def test_a_model_that_keeps_nothing_is_run_once(monkeypatch: pytest.MonkeyPatch)
     assert len(runs) == 1
 
 
+CRITIC = nn.Linear(8, 1)  # which a forward reaches by its name
+
+
+@pytest.mark.parametrize("where", ["a closure", "a module", "a name of the forward"])
+@pytest.mark.parametrize("filled", [False, True])
+def test_modules_besides_the_model_are_left_alone(where: str, filled: bool) -> None:
+    """A loss may train a module of its own, as a discriminator: it is copied, it counts, and no gradient is written."""
+    critic, x = (CRITIC if "name" in where else nn.Linear(8, 1)), torch.randn(16, 8)
+    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8))
+    if "name" in where:
+        model.append(Made(lambda m, x: CRITIC(x)))
+    loss: Any = {"a closure": lambda out: critic(out).sigmoid().mean(), "a module": nn.Sequential(critic, Mean())}
+    loss = loss.get(where, mean_loss)
+    critic.zero_grad()
+    if filled:
+        critic(x).mean().backward()
+    before = [parameter.grad for parameter in critic.parameters()]
+    values = [None if grad is None else grad.clone() for grad in before]
+    simulated = simulate(model, (x,), loss=loss)
+    plan = make_plan(model, (x,), budget=0.5, loss=loss, optimizer="adamw")
+    assert plan.prediction is not None
+    for parameter, grad, value in zip(critic.parameters(), before, values, strict=True):
+        assert parameter.grad is grad
+        assert grad is None or torch.equal(grad, value)
+    if where == "a name of the forward" or filled:
+        return
+    for _ in range(2):
+        with measure(model).track(x, *critic.parameters()) as m:
+            out = model(x)
+            loss(out).backward()
+            model.zero_grad()
+            critic.zero_grad()
+    assert simulated.peak_bytes == m.peak_bytes
+
+
+class Mean(nn.Module):
+    """The mean."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sigmoid().mean()
+
+
 class Reaching(nn.Module):
     """Reaches its weight through a closure in an object, which a copy does not follow."""
 

@@ -38,7 +38,7 @@ from ..memory.saved import generators_as_before
 from ..observer import Observer, Running, observing
 from ..plan.apply import apply
 from ..plan.plan import Plan
-from ..simulation.copies import over_copies, reach_copies
+from ..simulation.copies import others_as_before, over_copies, reach_copies
 from .cost import Costs, Kind, Option, Solution
 from .prices import now, on
 
@@ -222,8 +222,10 @@ def _step(
     with observing(replays):
         value = forward(model)
     turn = now(device)
-    value.backward()
-    end, ran = now(device), time.thread_time() - ran
+    with others_as_before(value, {*model.parameters()}):
+        began = now(device)
+        value.backward()
+        end, ran = now(device), time.thread_time() - ran
     waited = max(0.0, 1 - ran / (end - start)) if device.type == "cpu" and end > start else 0.0
     del value
     model.zero_grad()
@@ -234,7 +236,7 @@ def _step(
         moments.append(now(device))
     without, with_regions = (b - a for a, b in pairwise(moments)) if both else (0.0, 0.0)
     added = with_regions - without if both else None
-    return _Step(turn - start, end - turn, replays.seconds(), replays.count, waited, added)
+    return _Step(turn - start, end - began, replays.seconds(), replays.count, waited, added)
 
 
 def _dropped(_: object) -> Any:

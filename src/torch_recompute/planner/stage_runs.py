@@ -135,7 +135,7 @@ class StageRunner:
         faker = Faker(fakes, self.device)
         self.model: nn.Module = faker.copy(step.model)
         self.call, self._ranks = faker.arguments(*step.call), step.ranks
-        self.loss, self.stages, self.release = faker.over_copies(step.loss or loss_of), stages, release
+        self.loss, self.stages, self.release = faker.loss(step.loss or loss_of)[0], stages, release
         self.modules = ModuleStack({id(module): path for path, module in self.model.named_modules()})
         self.pretend = FakeMode(fakes, lambda: self.modules.now()[1], step.where.target, step.host)
         with self.pretend:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from .. import _torch, errors
 from .._torch.fakes import FakeMaker, FakeTensorMode, fake_like, is_sharded, is_wrapper, over
 from .._torch.graphs import gradient_hooks
+from .._torch.storages import is_fake
 from ..memory.operations import kind_of
 from .made_up import floats, is_hollow, keeps_values, stays
 
@@ -45,15 +46,19 @@ class Faker:
 
     def copy(self, things: Any) -> Any:
         """A deep copy with fake tensors of modules, optimizers and what they hold."""
-        for thing in things if isinstance(things, (list, tuple)) else [things]:
+        several = isinstance(things, (list, tuple))
+        for thing in things if several else [things]:
             if isinstance(thing, nn.Module):
                 for name, tensor in (*thing.named_parameters(), *thing.named_buffers()):
                     self.tensor(tensor, name)
         with _Copying(self):
             made = copy.deepcopy(things, self._memo)
-        for thing in made if isinstance(made, (list, tuple)) else [made]:
-            if isinstance(thing, nn.Module):
-                reach_copies(thing, self._memo)
+            for thing, copied in zip(things, made, strict=True) if several else [(things, made)]:
+                if isinstance(thing, torch.optim.Optimizer):  # whose `__getstate__` leaves out what is a subclass's own
+                    own = {name: value for name, value in vars(thing).items() if name not in vars(copied)}
+                    vars(copied).update(copy.deepcopy(own, self._memo))
+                if isinstance(thing, nn.Module):
+                    reach_copies(copied, self._memo)
         return made
 
     def gradient_hooks(self, model: nn.Module) -> int:
@@ -76,9 +81,10 @@ class Faker:
         except (TypeError, RuntimeError, AttributeError, copy.Error):  # a file, a lock, a logger's
             return value
 
-    def over_copies(self, fn: Any) -> Any:
-        """A function over the copies of what has been copied, as a loss over a batch; see the function below."""
-        return over_copies(fn, self._memo)
+    def loss(self, loss: Any) -> tuple[Any, list[nn.Module]]:
+        """A loss over the copies of what it reaches, and those of modules besides, as a teacher or a discriminator."""
+        beside = [self.copy(module) for module in _modules_of(loss, {}) if id(module) not in self._memo]
+        return over_copies(loss, self._memo), beside
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a call: tensors as fakes, anything else as it is."""
@@ -187,6 +193,31 @@ def _reaches(value: Any, memo: dict[int, Any], seen: set[int]) -> bool:
         return id(value) in memo
     seen.add(id(value))
     return isinstance(value, _FUNCTIONS) and any(_reaches(part, memo, seen) for part in _parts(value))
+
+
+def _modules_of(value: Any, seen: dict[int, Any]) -> Iterator[nn.Module]:
+    """Yields the modules that a function reaches."""
+    if id(value) not in seen:
+        seen[id(value)] = value
+        if isinstance(value, nn.Module):
+            yield value
+        for part in _parts(value) if isinstance(value, _FUNCTIONS) else ():
+            yield from _modules_of(part, seen)
+
+
+@contextlib.contextmanager
+def others_as_before(value: torch.Tensor, own: Collection[torch.Tensor]) -> Generator[None]:
+    """Leaves the gradients as they are of what a backward reaches besides what is its own."""
+    reached = (getattr(node, "variable", None) for node in _torch.nodes_from([value.grad_fn]))
+    leaves = [leaf for leaf in reached if leaf is not None and leaf not in own and not is_fake(leaf)]
+    gradients = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    try:
+        yield
+    finally:
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            leaf.grad = gradient
 
 
 def _parts(fn: Any) -> Iterator[Any]:

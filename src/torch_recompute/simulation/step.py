@@ -58,7 +58,7 @@ from ..plan.apply import Applied, apply, not_applicable
 from ..plan.plan import Plan
 from ..training_step import MakeOptimizer, TrainingStep, loss_in
 from .context_parallel import share_context
-from .copies import Faker
+from .copies import Faker, others_as_before
 from .experts import share_experts
 from .fake_mode import FakeMode
 from .fully_sharded import shard
@@ -294,7 +294,8 @@ class _SimulatedStep:
             step_as_there(self._optimizer, device, self._pretend)
         self._handle = prepare and prepare(self._model)
         self._call = self._faker.arguments(*step.call)
-        self._step = replace(step, loss=self._faker.over_copies(step.loss))
+        loss, self._beside = self._faker.loss(step.loss)
+        self._own, self._step = {*step.model.parameters()}, replace(step, loss=loss)
         self._faker.forget()
         self._first = self._recording()
         self._stepped: dict[int, torch.optim.Optimizer] = {}  # in backward
@@ -425,7 +426,7 @@ class _SimulatedStep:
             first.name(path, weight, PARAMETERS)
             for optimizer in self._stepped.values():
                 first.name(path, optimizer.state.get(weight), OPTIMIZER)
-        first.track(self._model)
+        first.track(self._model, *self._beside)
         if left is not None:
             first.track(*self._held())
             first.take_over(left, lambda place: OPTIMIZER if place.phase == "backward" else OTHER)
@@ -463,13 +464,15 @@ class _SimulatedStep:
     def _step_again(self, optimizer: torch.optim.Optimizer) -> Recording:
         """Steps the optimizer once for its state, and once more, which is recorded."""
         held = self._first.on(self._device).live_by_category["optimizer"]  # by those that step in backward
-        with self._pretend:
+        makes = self._recording(watched=False)  # states may be kept elsewhere than in `optimizer.state`
+        with self._pretend, makes:
             optimizer.step()
         second = self._recording()
         second.go_on_from(self._first, "optimizer")
         for path, weight in self._model.named_parameters():
             second.name(path, optimizer.state.get(weight), OPTIMIZER)
         second.track(self._model, optimizer)
+        second.take_over(makes, lambda _: OPTIMIZER)
         second.state_bytes = second.on(self._device).live_by_category["optimizer"] - held
         with self._pretend, second:
             optimizer.step()
@@ -477,7 +480,7 @@ class _SimulatedStep:
         return second
 
     def _backward(self, value: torch.Tensor) -> None:
-        with _outside_autocast(self._device.type):
+        with _outside_autocast(self._device.type), others_as_before(value, self._own):
             value.backward()
 
 
