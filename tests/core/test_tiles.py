@@ -93,7 +93,14 @@ def viewed() -> nn.Module:
     return Made(lambda m, x: m.mlp(x.view(-1, x.shape[-1])).view(x.shape), mlp=Mlp())
 
 
+def in_place() -> nn.Module:
+    """Activations that change what a product has made."""
+    layers = nn.Linear(WIDTH, FAT), nn.ReLU(inplace=True), nn.Linear(FAT, WIDTH, bias=False), nn.SiLU(inplace=True)
+    return nn.Sequential(*layers).double()
+
+
 MODULES: dict[str, Callable[[], nn.Module]] = {
+    "changed in place": in_place,
     "a view of the tokens": viewed,
     "mlp": Mlp,
     "gated": Gated,

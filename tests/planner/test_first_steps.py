@@ -66,9 +66,11 @@ class Training:
         self.adam = torch.optim.AdamW(self.model.parameters())
         self.x = torch.randn(64, WIDTH)
         named = None if loop == "an optimizer" else self.adam
+        self.model.train(loop != "train mode")
         torch.manual_seed(0)  # leaves out two layers of the planned step
         if planned:
             self.handle = auto(self.model, self.x, budget=budget, optimizer=named, device="h100", replan=replan)
+        self.model.train()
         self.x = torch.randn(128, WIDTH) if loop == "a larger batch" else self.x
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -101,6 +103,7 @@ SAID = {
     "accumulation and autocast": "Write auto(..., accumulate=2) under torch.autocast (bfloat16).",
     "an optimizer": "AdamW steps, which was not named. Write auto(..., optimizer=optimizer).",
     "a larger batch": "a larger batch came ([128, 32]). Write auto(...) with the largest batch.",
+    "train mode": "in train mode, and was planned in eval mode. Write auto(...) after model.train().",
     "layerdrop": "ran more often than in the planned step. Write auto(...) with the probability",
 }
 

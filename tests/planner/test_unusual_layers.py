@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -302,3 +304,75 @@ def test_a_loss_of_sequences_in_an_applied_region(tensors: bool) -> None:
     apply(model, Plan((Choice(("3",)),)))
     _, gradients = stepped(model, x)
     assert all(torch.equal(a, b) for a, b in zip(gradients, wanted, strict=True))
+
+
+# --- layers whose result is not what they make ---
+
+
+@dataclass
+class Result:
+    """What a layer returns."""
+
+    hidden: Any
+
+
+class Returns(nn.Module):
+    """A layer that returns its result in some way, or what it was given."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.inside, self.way = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)), way
+        self.out: Any = None
+
+    def forward(self, x: torch.Tensor, into: list[torch.Tensor]) -> Any:
+        skips = {"Python's draw": random.random, "torch's draw": lambda: torch.rand([])}.get(
+            self.way, lambda: 1
+        )() < 0.5
+        y = x if skips or self.way == "nothing new" else x + self.inside(x)
+        if self.way == "an attribute":
+            self.out = y
+            return None
+        if self.way == "a list that it is given":
+            into.append(y)
+            return None
+        return Result(y) if self.way == "a dataclass" else y
+
+
+class Reads(nn.Module):
+    """Runs layers, and reads their results."""
+
+    def __init__(self, *ways: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(map(Returns, ways))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            into: list[torch.Tensor] = []
+            y = layer(x, into)
+            x = layer.out if layer.way == "an attribute" else into[0] if into else getattr(y, "hidden", y)
+        return x.square().mean()
+
+
+WAYS = ("nothing new", "an attribute", "a list that it is given", "a dataclass", "Python's draw", "torch's draw")
+
+
+@pytest.mark.parametrize("budget", [0.5, 0.01])
+@pytest.mark.parametrize("way", WAYS)
+def test_layers_that_return_something_else(way: str, budget: float) -> None:
+    """They have a plan, whose promise is that of a real step; a layer that draws is planned as it drew."""
+    random.seed(1)
+    torch.manual_seed(1)
+    model, x = Reads(*([way] * 3), "its result"), torch.randn(128, 16)
+    plan = make_plan(model, (x,), budget=budget, loss=lambda out: out, optimizer="sgd")
+    assert plan.prediction is not None
+    if "draw" in way:
+        return
+    optimizer = torch.optim.SGD(model.parameters())
+    apply(model, plan)
+    for _ in range(2):
+        with measure(model, optimizer).track(x) as m:
+            out = model(x)
+            out.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert m.peak_bytes == plan.predicted_peak_bytes

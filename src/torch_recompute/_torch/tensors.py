@@ -83,6 +83,11 @@ def each_once(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def unviewed(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as no view: of a view that a `Function` returns, autograd allows no change in place."""
+    return tensor if tensor._base is None else torch.ops.aten._unsafe_view.default(tensor, tensor.shape)
+
+
 def mapped(value: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
     """An operation's arguments or results, with `fn` of each tensor among them."""
     if isinstance(value, torch.Tensor):

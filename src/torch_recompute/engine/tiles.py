@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from .. import _torch, errors
+from .._torch.tensors import unviewed
 
 Buffers = dict[int, torch.Tensor]
 """The sum of each backward call that runs now, by graph task."""
@@ -123,7 +124,8 @@ class _Product(Function):
         ctx.buffers, ctx.turned, ctx.held = buffers, turned, held.grad_fn
         ctx.save_for_backward(edge, *(() if held.grad_fn is not None else (x,)))
         weight = edge.to(x.dtype)
-        return F.linear(x, weight if turned else weight.t(), None if bias is None else bias.to(x.dtype))
+        made = F.linear(x, weight if turned else weight.t(), None if bias is None else bias.to(x.dtype))
+        return unviewed(made)  # the function may change it in place
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:

@@ -44,6 +44,7 @@ class Loop:
             there.
         state_bytes: The bytes that the model keeps from one call to the next, as Transformer-XL does; 0 where they are
             less than a thousandth of the peak.
+        training: Whether the model was in train mode.
     """
 
     hold_output: bool = True
@@ -55,6 +56,7 @@ class Loop:
     output_bytes: int = 0
     frees_gradients: bool = False
     state_bytes: int = 0
+    training: bool = True
 
     def __post_init__(self) -> None:
         for name, means in _MEANS.items():
@@ -102,6 +104,7 @@ class Loop:
             if self.frees_gradients
             else f"gradients {'set to None' if self.set_to_none else 'zeroed and alive in forward'}",
             f"autocast {self.autocast}" if self.autocast else "no autocast",
+            *([] if self.training else ["in eval mode (in train mode, dropout keeps more: model.train())"]),
         ]
         return "; ".join(parts)
 

@@ -127,7 +127,7 @@ class _Call:
         self.gradients = any(p.is_leaf and p.grad is not None for p in model.parameters())
         self.device = next((p.device.type for p in model.parameters()), "cpu")
         self.autocast = _torch.autocast_dtype(self.device)
-        self.draws = generators()
+        self.draws, self.training = generators(), model.training
         self.backward = self.retained = self.again = False
         self.task = -1  # of autograd's engine, for the last backward through it
         self._graph: weakref.ref[_Mark] | None = None
@@ -308,6 +308,8 @@ class FirstSteps(ForwardWrapper):
         if first.autocast != loop.autocast:
             inside = f"under torch.autocast ({first.autocast})" if first.autocast else "outside torch.autocast"
             yield Deviation(f"the model runs {inside}", otherwise=inside)
+        if first.training and not loop.training:
+            yield Deviation("the model is in train mode, and was planned in eval mode", otherwise="after model.train()")
         if len(self._stepped) > 1:
             names = listed([*dict.fromkeys(type(one).__name__ for one in self._stepped)])
             what = f"{len(self._stepped)} optimizers step ({names}), and a plan counts the states of one"

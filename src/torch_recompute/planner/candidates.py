@@ -38,6 +38,7 @@ from torch.overrides import TorchFunctionMode
 from .. import _torch
 from .._torch.modes import attention_in_parts
 from ..engine.shape_only import ASK_FOR_LAYOUT, DROPOUT, goes_through
+from ..memory.batch import tensors_of_call
 from ..memory.ledger import storages
 from ..memory.operations import Operation
 from ..plan.calls import ALL_PRODUCTS, decided, kind_of
@@ -136,7 +137,7 @@ class _SegmentRecorder:
                 found.input_needed = True
             else:
                 found.made[place].saved[saver] = time
-        found.output = max((index.get(id(storage), -1) for _, storage in storages([result])), default=-1)
+        found.output = max((index.get(id(storage), -1) for _, storage in storages(tensors_of_call(result))), default=-1)
         self._add_calls()
         return found
 

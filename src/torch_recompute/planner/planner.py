@@ -45,6 +45,7 @@ from .cost import (
     NOTHING,
     Always,
     Costs,
+    Graph,
     Host,
     Kind,
     Option,
@@ -493,7 +494,7 @@ class Planner:
                     options += self._offloaded(path, call, moved, plain, forward)
                 if not self.step.ranks.fully_sharded:  # whose layers are gathered one by one
                     options += self._grouped(first, plain, found.kinds)
-            ways[kind] = Kind(tuple(options) if path in several else undominated(options), graph)
+            ways[kind] = Kind(tuple(options) if path in several else undominated(options), _ends_in_result(graph))
             kept = {option.regions for option in ways[kind].options}
             best.setdefault(captured.likes[kind], [regions for regions in ways_of if regions in kept])
         return {kind: ways[kind] for kind in firsts}
@@ -731,3 +732,8 @@ def _spans(
             spans.append((here, back, part[i:j]))
             i = j
     return spans
+
+
+def _ends_in_result(graph: Graph) -> Graph | None:
+    """A graph, if it makes the result of its segment; one that returns what it was given, or nothing, has none."""
+    return None if graph.output < 0 else graph

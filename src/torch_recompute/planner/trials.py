@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import _torch
 from ..engine.shape_only import refusing
+from ..memory.batch import tensors_of_call
 from ..memory.ledger import storages
 from ..memory.operations import Operation
+from ..memory.saved import generators_as_before
 from ..observer import observing, running
 from ..plan.apply import apply
 from ..plan.libraries import CacheSnapshot
@@ -60,6 +61,10 @@ class SegmentCall:
             del given
             with self.autocast or nullcontext():
                 result = module(*args, **kwargs)
+            given = {id(tensor) for tensor in (*leaves, *fresh.values())}
+            if not tensors_of_call(result):  # it may have left it in a container that it was given
+                result = [tensor for tensor in tensors_of_call((args, kwargs)) if id(tensor) not in given]
+            del args, kwargs
         return result
 
 
@@ -158,7 +163,7 @@ def attempt(call: SegmentCall, choices: Sequence[Choice], pretend: FakeMode, *, 
     trained = [weight for weight in holder.parameters() if weight.requires_grad and frees]
     hooks = [weight.register_post_accumulate_grad_hook(_free) for weight in trained]
     try:
-        with refusing():
+        with refusing(), generators_as_before():  # which decide alike in each trial
             keeps = any(choice.keep or choice.carry for choice in choices)
             return _run(call, holder, pretend, host, keeps)
     finally:
@@ -217,7 +222,7 @@ def _run(call: SegmentCall, holder: nn.Module, pretend: FakeMode, host: HostApar
         known = {id(storage) for _, storage in storages(there)}
         del inputs, there
         forward = max(sample.live_bytes for sample in m.timeline[start - 1 :])
-        outputs = [x for x in _torch.tree_leaves(result) if isinstance(x, torch.Tensor) and x.requires_grad]
+        outputs = [x for x in tensors_of_call(result) if x.requires_grad]
         edges = [torch.autograd.graph.get_gradient_edge(x) for x in outputs]
         shapes = [(x.shape, x.dtype, x.device) for x in outputs]
         del result, outputs

@@ -340,8 +340,8 @@ class _SimulatedStep:
         held = last.live_bytes - parts[-1].on(self._device).live_bytes
         autocast = _torch.autocast_dtype(self._step.where.target.partition(" ")[0], self._device.type)
         state = state if state > _STATE * last.peak_bytes else 0
-        seen_of_it = {"batch_bytes": batch_bytes, "output_bytes": held, "state_bytes": state}
-        loop = replace(loop, loss=seen.loss, autocast=autocast, **seen_of_it)
+        sizes = {"batch_bytes": batch_bytes, "output_bytes": held, "state_bytes": state}
+        loop = replace(loop, loss=seen.loss, autocast=autocast, training=self._model.training, **sizes)
         if isinstance(self._handle, Applied):
             self._handle.remove()  # so that the copy is gone with this, without the collector of cycles
         assumed = (*self._faker.assumed, *self._pretend.assumed)
