@@ -199,14 +199,29 @@ def test_nothing_is_exchanged_while_a_graph_is_alive(monkeypatch: pytest.MonkeyP
     exchange = Applied._exchange
     held: list[torch.Tensor] = []
     monkeypatch.setattr(Applied, "_exchange", lambda of, make: alive.append(bool(held)) or exchange(of, make))
-    for _ in range(4):
-        held += [training.model(training.x), training.model(training.x)]
-        sum(held).backward()
-        held.clear()
-        training.adam.step()
-        training.adam.zero_grad()
+
+    def steps() -> None:
+        for _ in range(4):
+            held.extend([training.model(training.x), training.model(training.x)])
+            sum(held).backward()
+            held.clear()
+            training.adam.step()
+            training.adam.zero_grad()
+
+    with pytest.warns(RuntimeWarning, match="2 forwards come before their backward") as said:
+        steps()
+    assert len(said) == 1
     assert alive == [False]
     assert len(training.handle.history) == 2
+
+
+def test_a_graph_that_no_backward_goes_through_is_not_counted() -> None:
+    """A forward that is looked at and not trained by is no second one before a backward."""
+    training = Training("as planned")
+    for _ in range(4):
+        seen = training.model(training.x)
+        training.step()
+        assert seen.grad_fn is not None
 
 
 def test_where_no_plan_is_found_the_first_one_stays() -> None:

@@ -306,6 +306,36 @@ def test_a_loss_of_sequences_in_an_applied_region(tensors: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(gradients, wanted, strict=True))
 
 
+class Mapped(nn.Module):
+    """Maps over matrices, or a layer over a batch."""
+
+    def __init__(self, layer: bool) -> None:
+        super().__init__()
+        self.weights, self.layer = nn.Parameter(torch.randn(4, 16, 16)), layer
+        self.inner, self.outer = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.layer:
+            return self.outer(torch.vmap(self.inner)(x).tanh())
+        return self.outer(torch.vmap(lambda weight: (x @ weight).tanh(), out_dims=-1)(self.weights).flatten(-2))
+
+
+@pytest.mark.parametrize("layer", [False, True])
+def test_layers_that_map(layer: bool) -> None:
+    """What is in `vmap` is planned with its layer, and the promise is kept."""
+    model, x = nn.Sequential(*(Mapped(layer) for _ in range(3))), torch.randn(8, 16, 16)
+    plan = make_plan(model, (x,), budget=0.3, loss=lambda out: out.square().mean())
+    apply(model, plan)
+    for _ in range(2):
+        with measure(model).track(x) as m:
+            out = model(x)
+            loss = out.square().mean()
+            loss.backward()
+            model.zero_grad()
+    assert plan.choices
+    assert m.peak_bytes == plan.predicted_peak_bytes
+
+
 # --- layers whose result is not what they make ---
 
 

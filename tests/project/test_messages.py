@@ -156,6 +156,17 @@ class Reads(torch.nn.Module):
         return x.nonzero()
 
 
+class Differentiates(torch.nn.Module):
+    """A layer that asks for a gradient by `torch.func`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(3, 6), torch.nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.grad(lambda x: x.sin().sum())(x) * self.down(self.up(x).tanh())
+
+
 class Reaches(torch.nn.Module):
     """Reaches its weight through a closure in an object."""
 
@@ -1221,6 +1232,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: auto(nn_linear(), vector(), loss=torch.sum, elastic=Elastic("1GiB"), budget="2GiB"),
     # an optimizer
     lambda: make_plan(nn_linear(), vector(), budget=0.4, optimizer="adamv"),
+    lambda: make_plan(torch.nn.Sequential(Differentiates()), (vector(),), budget=0.4, loss=torch.sum),
     lambda: make_plan(nn_linear(), vector(), budget=0.4, optimizer=3),
     lambda: make_plan(nn_linear(), vector(), budget=0.4, optimizer=torch.optim.LBFGS),
     lambda: make_plan(nn_linear(), vector(), budget=0.4, optimizer=[torch.optim.SGD(nn_linear().parameters())] * 2),

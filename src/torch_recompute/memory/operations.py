@@ -171,7 +171,9 @@ class PlainFormulas:
     def _adds_in_place(self, args: tuple[Any, ...]) -> bool:
         code, node = caller(_OURS), current_node()
         if code is not ENGINE or node is None or torch.is_grad_enabled():
-            return code is nn.Linear.forward.__code__
+            given = [one.shape for one in args[:2] if isinstance(one, torch.Tensor)]
+            of_linear = code is nn.Linear.forward.__code__ and len(given) == 2  # a product and its bias
+            return of_linear and given[0] == torch.broadcast_shapes(*given)  # under vmap it is the other way round
         mine = sequence_of(node) == self._node and any(args[0] is made() for made in self._made)
         if mine or not isinstance(args[0], torch.Tensor):  # what a node has made itself may be a part of its formula
             return False

@@ -118,7 +118,10 @@ class _Layout:
 class _Call:
     """One call of a model: its shapes, the layers that ran, what was there when it began, and its graph."""
 
-    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], beside: Sequence[_Call] = ()
+    ) -> None:
+        self.beside = beside  # the calls whose graphs wait for a backward when it begins
         leaves, self._spec = _torch.tree_flatten((args, kwargs))
         tensor = torch.Tensor
         self._leaves = [_Layout(x.shape, x.dtype, x.device) if isinstance(x, tensor) else x for x in leaves]
@@ -219,7 +222,7 @@ class FirstSteps(ForwardWrapper):
         """Calls the model."""
         if self.out or torch.compiler.is_compiling() or not torch.is_grad_enabled() or _torch.in_backward():
             return self.plain(*args, **kwargs)
-        call = _Call(self.module, args, kwargs)
+        call = _Call(self.module, args, kwargs, [one for one in self._calls if one.in_flight])
         self._begins(call, (args, kwargs))
         if self.out:
             return self.plain(*args, **kwargs)
@@ -281,7 +284,7 @@ class FirstSteps(ForwardWrapper):
         if not calls:
             return
         self._steps += 1
-        found = list(self._differences(calls, call))
+        found = list(self._differences(calls, call)) or list(_together(calls))
         mine = [one.what for one in found]
         if not self._replan or any(one.options is None for one in found) or any(one.outlives for one in calls):
             mine += [ALONE] if found else []
@@ -404,6 +407,15 @@ class FirstSteps(ForwardWrapper):
             why = "; ".join(one.what for one in found)
             again = f"planned again in {time.perf_counter() - began:.1f} s" + (f" ({why})" if why else "")
             sys.stdout.write(f"{self._handle.plan.summary}; {again if found else again.replace('again ', '')}\n")
+
+
+def _together(calls: Sequence[_Call]) -> Iterator[Deviation]:
+    """Forwards that come before their backwards, which no other plan of one call would change."""
+    several = max(1 + sum(one.backward for one in call.beside) for call in calls)
+    if several > 1:
+        what = f"{several} forwards come before their backward, and the activations of all are alive at once"
+        write = f"with a module whose forward makes all {several} calls, or call the model once with a batch of all"
+        yield Deviation(what, otherwise=write, options=None)
 
 
 class _Counter:

@@ -35,8 +35,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from .. import _torch
-from .._torch.modes import attention_in_parts
+from .. import _torch, errors
+from .._torch.modes import attention_in_parts, transforming
 from ..engine.shape_only import ASK_FOR_LAYOUT, DROPOUT, goes_through
 from ..memory.batch import tensors_of_call
 from ..memory.ledger import storages
@@ -104,8 +104,20 @@ def record(module: nn.Module, call: Callable[[], Any], inputs: Sequence[torch.Te
         module: The segment.
         call: Runs it on fake tensors, with grad.
         inputs: The tensors that come from the segments before.
+
+    Raises:
+        ArgumentError: It calls what allows no saved-tensor hooks around it.
     """
-    return _SegmentRecorder(module, inputs).run(call)
+    try:
+        return _SegmentRecorder(module, inputs).run(call)
+    except RuntimeError as error:
+        if "saved tensor hooks" not in str(error):
+            raise
+        raise errors.ArgumentError(
+            f"{type(module).__name__} calls torch.func.grad or one of its kind, for which PyTorch takes no "
+            "saved-tensor hooks, by which regions are made: neither it nor what is around it can be recomputed.\n"
+            "  Write the plan of the other layers by hand:  apply(model, Plan((Choice(paths),)))"
+        ) from error
 
 
 class _SegmentRecorder:
@@ -225,7 +237,8 @@ class _Calls(TorchFunctionMode):
 
     def _enter(self, path: str, _: nn.Module, *given: Any) -> None:
         self._stack.append(path)
-        tensors = [leaf for leaf in _torch.tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+        plain = [] if transforming() is not None else _torch.tree_leaves(given)  # in `vmap` one stands for several
+        tensors = [leaf for leaf in plain if isinstance(leaf, torch.Tensor)]
         left = [(self._left[id(x)], x) for x in tensors if id(x) in self._left]
         self._feeders.setdefault(path, set()).update(where for (where, ref), x in left if ref() is x)
         self.given.setdefault(path, set()).update(id(storage) for _, storage in storages(tensors))
@@ -244,6 +257,8 @@ class _Calls(TorchFunctionMode):
         self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if transforming() is not None:
+            return func(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             with self:
                 return attention_in_parts(*args, **kwargs)

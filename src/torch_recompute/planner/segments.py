@@ -28,6 +28,7 @@ from torch import nn
 
 from .. import _torch, errors
 from .._torch.fakes import FakeTensorMode
+from .._torch.modes import transforming
 from ..engine.arguments import Call, is_context
 from ..memory.operations import Operation
 from ..plan.apply import apply
@@ -104,6 +105,8 @@ class _Capture:
         self._result: Any = None  # of the segment that ended last
 
     def _enter(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if transforming() is not None:  # of torch.func, under which a region is a plain call
+            return
         if not self._seen:
             kind = self._target.partition(" ")[0]
             self._captured.autocast = _torch.autocast_dtype(kind, self._device.type)
@@ -122,6 +125,8 @@ class _Capture:
         self._seen.append((path, call, self._running[-1], chained))
 
     def _leave(self, _module: nn.Module, _args: Any, returned: Any) -> None:
+        if transforming() is not None:
+            return
         self._running.pop()
         self._result = returned[0] if isinstance(returned, tuple) and returned else returned
 
