@@ -379,6 +379,28 @@ def test_a_model_that_keeps_nothing_is_run_once(monkeypatch: pytest.MonkeyPatch)
     assert len(runs) == 1
 
 
+@pytest.mark.parametrize("how", ["itself", "a dict", "a list in a dict", "a tuple"])
+def test_a_tensor_of_the_batch_counts_once(how: str) -> None:
+    """However the loss reaches it: by its name, or in a container that the batch came from."""
+    x, model = torch.randn(64, 8), nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8))
+    held: Any = {"itself": x, "a dict": {"x": x}, "a list in a dict": {"x": [x]}, "a tuple": (x,)}[how]
+
+    def target() -> torch.Tensor:
+        found = held
+        while not isinstance(found, torch.Tensor):
+            found = found["x"] if isinstance(found, dict) else found[0]
+        return found
+
+    simulated = simulate(model, (x,), loss=lambda out: (out - target()).square().mean())
+    for _ in range(2):
+        with measure(model).track(x) as m:
+            out = model(x)
+            loss = (out - target()).square().mean()
+            loss.backward()
+            model.zero_grad()
+    assert simulated.peak_bytes == m.peak_bytes
+
+
 CRITIC = nn.Linear(8, 1)  # which a forward reaches by its name
 
 

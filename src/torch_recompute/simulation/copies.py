@@ -15,7 +15,7 @@ import copy
 import types
 from collections.abc import Callable, Collection, Generator, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -181,18 +181,23 @@ def reach_copies(model: nn.Module, memo: dict[int, Any]) -> None:
 
 
 def over_copies(value: Any, memo: dict[int, Any]) -> Any:
-    """The copy of what has been copied; a function over it where it reaches any; else the value itself."""
-    if id(value) not in memo and isinstance(value, _FUNCTIONS) and _reaches(value, memo, set()):
-        return _function(value, memo, partial(over_copies, memo=memo))
-    return memo.get(id(value), value)
+    """The copy of what has been copied; a function or container over it where it reaches any; else the value itself."""
+    if id(value) in memo or not _reaches(value, memo, set()):
+        return memo.get(id(value), value)
+    if isinstance(value, dict):
+        return {key: over_copies(one, memo) for key, one in cast("dict[Any, Any]", value).items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)([over_copies(one, memo) for one in cast("list[Any]", value)])
+    return _function(value, memo, partial(over_copies, memo=memo))
 
 
 def _reaches(value: Any, memo: dict[int, Any], seen: set[int]) -> bool:
-    """Whether a function reaches what has been copied."""
+    """Whether a function or a container reaches what has been copied."""
     if id(value) in memo or id(value) in seen:
         return id(value) in memo
     seen.add(id(value))
-    return isinstance(value, _FUNCTIONS) and any(_reaches(part, memo, seen) for part in _parts(value))
+    parts = _parts(value) if isinstance(value, _FUNCTIONS) or type(value) in (list, tuple, dict) else ()
+    return any(_reaches(part, memo, seen) for part in parts)
 
 
 def _modules_of(value: Any, seen: dict[int, Any]) -> Iterator[nn.Module]:
@@ -221,9 +226,11 @@ def others_as_before(value: torch.Tensor, own: Collection[torch.Tensor]) -> Gene
 
 
 def _parts(fn: Any) -> Iterator[Any]:
-    """Yields what a function reaches: by its closure, by names of its module, by its defaults; a method's object."""
+    """Yields what a function reaches, by closure, names, defaults or object, and the elements of a container."""
     if isinstance(fn, partial):
         yield from (fn.func, *fn.args, *fn.keywords.values())
+    elif isinstance(fn, (list, tuple, dict)):
+        yield from cast("Any", fn.values() if isinstance(fn, dict) else fn)
     elif isinstance(fn, types.MethodType):
         yield fn.__self__
     else:
