@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -275,6 +276,28 @@ def test_a_saved_call_holds_no_history_of_an_input():
         result = recompute(outer)(given)
         del given, result
         assert gone() is None
+
+
+def test_large_context_variables_are_passed_on() -> None:
+    """A configuration of many entries is not taken apart for each call of a region; a small one is as it was."""
+    large, small = {str(i): [i] for i in range(300)}, {"scale": [2.0]}
+    variable, other = contextvars.ContextVar[Any]("large"), contextvars.ContextVar[Any]("small")
+    seen: list[Any] = []
+
+    def fn(x):
+        seen.append((variable.get(), other.get()))
+        return (x * other.get()["scale"][0]).sin()
+
+    context = contextvars.Context()
+    context.run(variable.set, large)
+    context.run(other.set, small)
+    x = ones(3)
+    out = context.run(recompute(fn), x)
+    small["scale"][0] = 3.0
+    out.sum().backward()
+    assert seen[0][0] is seen[1][0] is large
+    assert seen[1][1] == {"scale": [2.0]}
+    assert torch.equal(x.grad, 2 * (2 * x).cos().detach())
 
 
 TAPS = contextvars.ContextVar("taps")

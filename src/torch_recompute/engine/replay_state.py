@@ -27,7 +27,7 @@ from .. import _torch, errors
 from .._torch import leads_to, version_of, version_of_dict
 from .._torch.tensors import apart
 from ..state import CPU_RNG, GENERATORS, Alike, Ambient, copied, elsewhere, exchange, paired, same, undrawn
-from .arguments import PLAIN, Call, written_in_c
+from .arguments import CONTAINERS, PLAIN, Call, is_context, written_in_c
 from .captures import MANY, Captured, Captures, Contents, Snapshot, parameters_of, snapshot, undo
 
 SMALL = 64 * 1024
@@ -328,11 +328,14 @@ class ReplayState:
         self._context = context = contextvars.copy_context()
         self._variables: tuple[Sequence[contextvars.ContextVar[Any]], Call] | None = None
         if not _atoms.issuperset(map(type, context.values())):
-            given = Call(tuple(context.values()), {})
-            if given.nested:
-                self._context, self._variables = contextvars.Context(), (tuple(context), given)
+            apart = {variable: value for variable, value in context.items() if _is_collector(value)}
+            if apart:
+                self._variables = tuple(apart), Call(tuple(apart.values()), {})
+                self._context = contextvars.Context()
+                for variable in context.keys() - apart.keys():
+                    self._context.run(variable.set, context[variable])
             else:
-                _atoms.update(filter(written_in_c, map(type, context.values())))
+                _atoms.update(filter(_is_atom, map(type, context.values())))
         self._cpu: torch.Tensor | None = None  # every region's first ambient, taken without the detour
         if ambients and ambients[0] is CPU_RNG:
             self._cpu = _cpu_state()
@@ -417,6 +420,28 @@ class ReplayState:
             if present != self._settings:
                 stack.enter_context(_under(self._settings, present))
             context.run(fn, *args)
+
+
+MOST = 256
+"""The most entries of a context variable that is taken apart: torch keeps its configuration in some."""
+
+
+def _is_collector(value: Any) -> bool:
+    """Whether a context variable holds what results may be left in: a container or a plain object of few entries."""
+    nest = isinstance(value, CONTAINERS) and _torch.is_container(value)
+    if type(value) in _atoms or not (nest or is_context(value)):
+        return False
+    left, open_ = MOST, [value if nest else vars(value)]
+    while open_ and left >= 0:
+        one = open_.pop()
+        left -= len(one)
+        entries = one.values() if isinstance(one, dict) else one
+        open_ += [entry for entry in entries if isinstance(entry, (*CONTAINERS, tuple))] if left >= 0 else []
+    return left >= 0
+
+
+def _is_atom(kind: type[Any]) -> bool:
+    return not issubclass(kind, CONTAINERS) and written_in_c(kind)
 
 
 _atoms: set[type[Any]] = {*PLAIN}  # classes of context variables that nothing is taken out of
