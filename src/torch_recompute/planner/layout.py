@@ -232,13 +232,12 @@ class ConfiguredLayout:
 
     def as_data(self) -> dict[str, Any]:
         """The figures as plain data, with the plan as `Plan.from_json` reads it from its JSON."""
+        fullest = self.fullest.as_data()
         return {
             "recompute": self.name,
             **({"most": self.most} if self.most else {}),
             "peak_bytes": self.peak_bytes,
-            "rank": self.fullest.rank,
-            "made_of": parts_as_data(self.fullest.made_of),
-            **{name: self.fullest.as_data()[name] for name in ("peak", "largest", "where")},
+            **{name: fullest[name] for name in ("rank", "made_of", "peak", "largest", "where")},
             "step_seconds": self.step_seconds,
             "replay_seconds": self.replay_seconds,
             "ranks": [rank.as_data() for rank in self.ranks],

@@ -106,10 +106,10 @@ def simulate(
             optimizer.zero_grad()
 
     so the optimizer has its state from the start, the batch is on the device, and `out` keeps the model's output until
-    the next forward returns, unless `hold_output=False`. What a model keeps from call to call is there
-    too. It runs on a copy whose parameters are fake, so the model may be on the meta device and of any size; the
-    model, its gradients and all random states are left as they were. Bytes are counted as `measure` counts them;
-    `torch.autocast` around this call is around the step.
+    the next forward returns, unless `hold_output=False`. What a model keeps from call to call is there too. It runs on
+    a copy whose parameters are fake, so the model may be on the meta device and of any size; the model, its gradients
+    and all random states are left as they were. Bytes are counted as `measure` counts them; `torch.autocast` around
+    this call is around the step.
 
     Arguments of integers and booleans keep their values, so a model that looks at its attention mask does what it would
     do in a real run. Where a value depends on a weight (which expert a token goes to), an even choice is assumed. The
