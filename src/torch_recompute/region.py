@@ -397,11 +397,21 @@ def keep(
     if pack is not None and hooks is not None and hooks[0] != pack:
         # The region's function has entered saved-tensor hooks of its own: what is saved in them is theirs. Such are
         # those of another checkpoint, which calls the function again itself and compares what is saved.
+        if not now.replaying:
+            warnings.warn(_not_kept_in_hooks(name, now.name), RuntimeWarning, stacklevel=3)
         return fn(*args, **kwargs)
     if now.replaying:
         return _pass_by(now, name, fn, args, kwargs)
     region_call = now if isinstance(now, RegionCall) else None
     return record_call(now, region_call, store, name, values_unused, pure, fn, args, kwargs)
+
+
+def _not_kept_in_hooks(name: str, region: str) -> str:
+    return (
+        f"{region} calls {name} within saved-tensor hooks that it enters itself (save_on_cpu, torch.utils.checkpoint), "
+        "so the call is not kept: what is saved there is the hooks', and each replay makes the call again.\n"
+        "  Move the call out of the hooks, or enter them around the region."
+    )
 
 
 def _keep_outside(

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from support.models import Made
-from torch_recompute import Choice, Plan, apply
+from torch_recompute import Choice, Plan, apply, no_recompute, recompute
 
 LAYERS, WIDTH, TOKENS = 4, 16, 8
 
@@ -105,6 +105,31 @@ def test_gradients_are_the_same_under_a_mode(mode: str, watched: bool) -> None:
     with handle.watch() if watched else nullcontext():
         found = step(m, MODES[mode])
     assert all(map(torch.equal, found, step(model())))
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_a_call_within_hooks_of_a_region_is_said_not_to_be_kept(between: bool) -> None:
+    """A kept call runs again where its region's function enters hooks around it; with a region between, it is kept."""
+    runs: list[str] = []
+
+    def kept(x: torch.Tensor) -> torch.Tensor:
+        runs.append("kept")
+        return x.exp()
+
+    call = no_recompute(kept)
+    inner = recompute(lambda x: call(x.sin()).sin()) if between else call
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        with saved_tensors_hooks(torch.clone, torch.clone):
+            y = inner(x.sin())
+        return y.sin()
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        recompute(body)(torch.ones(3, requires_grad=True)).sum().backward()
+    assert (len(runs), ["so the call is not kept" in str(one.message) for one in said]) == (
+        (1, []) if between else (2, [True])
+    )
 
 
 def test_flops_are_counted_exactly() -> None:

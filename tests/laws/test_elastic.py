@@ -23,6 +23,8 @@ from support.elastic import Script
 from support.limited import Limited, limited, missing
 from support.programs import Ours, Plain, Program, compare, counted, execute, programs
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* within saved-tensor hooks that it enters:RuntimeWarning")
+
 COUNT = int(os.environ.get("TORCH_RECOMPUTE_PROGRAMS", "1000")) // 4
 SHARDS = 2
 PROGRAMS_THAT_FAIL, MOST_ALLOCATIONS = 40, 600

@@ -141,3 +141,37 @@ def test_a_replay_that_saves_an_input_where_the_forward_saved_another_tensor() -
         tr.MismatchError, match=r"(?s)the replay of uneven saved another tensor.*an input of the region"
     ):
         out.sum().backward()
+
+
+LEAVES: dict[str, Callable[[], torch.Tensor]] = {
+    "a leaf": lambda: torch.linspace(-1.0, 1.0, 6).view(2, 3).clone().requires_grad_(),
+    "a leaf that is a view of a constant": lambda: torch.linspace(-1.0, 1.0, 6).view(2, 3).requires_grad_(),
+    "a result": lambda: torch.linspace(-1.0, 1.0, 6).requires_grad_().view(2, 3) * 1,
+}
+
+ANSWERS: list[bool] = []
+
+
+def answer(view: torch.Tensor) -> None:
+    """Notes an answer where no replay puts the list back."""
+    ANSWERS.append(view.requires_grad)
+
+
+@pytest.mark.parametrize("place", ["in a region", "in a nested region", "in a region with a store"])
+@pytest.mark.parametrize("kind", LEAVES)
+def test_whether_a_view_made_without_grad_requires_it(kind: str, place: str) -> None:
+    """PyTorch answers for such a view as for its base; a replay, whose inputs are made again, answers alike."""
+    x = LEAVES[kind]()
+    ANSWERS.clear()
+
+    def body(p: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            view = p[:, :2]
+        answer(view)
+        return (view.sin() * p[:, :2]).sin().sin()
+
+    inner = tr.recompute(body, inputs=tr.OnHost() if place.endswith("store") else None, early_stop=False)
+    region = tr.recompute(lambda p: inner(p).exp()) if place == "in a nested region" else inner
+    region(x).sum().backward()
+    assert len(ANSWERS) > 1
+    assert set(ANSWERS) == {kind != "a leaf that is a view of a constant"}

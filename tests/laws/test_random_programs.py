@@ -22,6 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from support.programs import Mode, Ours, Plain, Program, Verdict, compare, programs
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* within saved-tensor hooks that it enters:RuntimeWarning")
+
 COUNT = int(os.environ.get("TORCH_RECOMPUTE_PROGRAMS", "1000"))
 SHARDS = 4  # so that they are run side by side
 FEATURES_FROM = 600

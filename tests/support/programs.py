@@ -834,7 +834,7 @@ class Plain(Mode):
     def __init__(self) -> None:
         super().__init__()
         self.depth = 0
-        self._hooked = 0  # how many regions there are around hooks that the program has entered
+        self._hooked = 0  # how many regions there are around the innermost hooks that the program has entered
         self.replays: Counter[str] = Counter()
         self.changed: set[str] = set()
         self._watched: list[tuple[str, torch.Tensor, int]] = []
@@ -867,14 +867,16 @@ class Plain(Mode):
         """The plain call."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            depth, self.depth = self.depth, 0
-            if self._hooked:  # in hooks that a region's function enters, nothing is kept by the library
-                self.replays[getattr(fn, "__name__", "")] += depth
+            if self.depth and self._hooked == self.depth:
+                # Directly in hooks that a region's function enters, the library keeps nothing.
+                self._may_replay(fn)
+                return fn(*args, **kwargs)
+            (depth, self.depth), (hooked, self._hooked) = (self.depth, 0), (self._hooked, 0)
             handed = [(t, t._version) for t in _tensors_in((args, kwargs, _cells(fn)))] if depth else []
             try:
                 result = fn(*args, **kwargs)
             finally:
-                self.depth = depth
+                self.depth, self._hooked = depth, hooked
             if depth:
                 self._watch("output of a saved call", result)
                 # What it changed in place is an output too.

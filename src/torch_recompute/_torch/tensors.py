@@ -24,6 +24,17 @@ def wants_grad(tensor: torch.Tensor) -> bool:
         return True
 
 
+def is_leaf_of_constant(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is a leaf that requires grad, and a view of one that does not (`x.view(6).requires_grad_()`).
+
+    Under `no_grad`, views of it do not require grad, and views of every other leaf do.
+    """
+    try:
+        return tensor._is_view() and tensor.is_leaf and tensor._base is not None and wants_grad(tensor)
+    except RuntimeError:  # its base was changed under it
+        return False
+
+
 def apart(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's memory and version without a history, which might come to lead back to who holds it.
 

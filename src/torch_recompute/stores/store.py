@@ -14,7 +14,7 @@ import torch
 
 from .. import errors
 from .._torch import version_of
-from .._torch.tensors import wants_grad
+from .._torch.tensors import is_leaf_of_constant, wants_grad
 
 
 @runtime_checkable
@@ -75,13 +75,13 @@ class Kept:
             What is changed in place meanwhile is gone, and opening it raises, as plain PyTorch does.
     """
 
-    __slots__ = ("_grad", "_handle", "_meta", "_region", "_store", "_tensor", "_versions")
+    __slots__ = ("_grad", "_handle", "_meta", "_of_constant", "_region", "_store", "_tensor", "_versions")
 
     def __init__(self, store: Store, tensor: torch.Tensor, region: str, later: bool = False) -> None:
         self._store = store
         self._region = region
         self._meta = (tensor.shape, tensor.dtype, tensor.device)
-        self._grad = wants_grad(tensor)
+        self._grad, self._of_constant = wants_grad(tensor), is_leaf_of_constant(tensor)
         self._tensor: torch.Tensor | None = tensor
         self._handle: Any = None
         self._versions = version_of(tensor), version_of(tensor)
@@ -114,4 +114,7 @@ class Kept:
                 f"{device} and returned {errors.kind(tensor)}{got}.\n"
                 "  get(put(tensor)) must return a tensor of the same shape, dtype, device and values."
             )
-        return tensor.detach().requires_grad_() if self._grad else tensor.detach()
+        held = tensor.detach()
+        if self._of_constant:
+            held = held.view_as(held)
+        return held.requires_grad_() if self._grad else held
