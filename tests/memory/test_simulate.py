@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -379,11 +380,13 @@ def test_a_model_that_keeps_nothing_is_run_once(monkeypatch: pytest.MonkeyPatch)
     assert len(runs) == 1
 
 
-@pytest.mark.parametrize("how", ["itself", "a dict", "a list in a dict", "a tuple"])
+@pytest.mark.parametrize("how", ["itself", "a dict", "a list in a dict", "a tuple", "a list in itself"])
 def test_a_tensor_of_the_batch_counts_once(how: str) -> None:
     """However the loss reaches it: by its name, or in a container that the batch came from."""
     x, model = torch.randn(64, 8), nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8))
-    held: Any = {"itself": x, "a dict": {"x": x}, "a list in a dict": {"x": [x]}, "a tuple": (x,)}[how]
+    held: Any = {"itself": x, "a dict": {"x": x}, "a list in a dict": {"x": [x]}, "a tuple": (x,)}.get(how, [x])
+    if how == "a list in itself":
+        held.append(held)
 
     def target() -> torch.Tensor:
         found = held
@@ -404,7 +407,37 @@ def test_a_tensor_of_the_batch_counts_once(how: str) -> None:
 CRITIC = nn.Linear(8, 1)  # which a forward reaches by its name
 
 
-@pytest.mark.parametrize("where", ["a closure", "a module", "a name of the forward"])
+class Trainer:
+    """A user's own, which leads to itself, to its model and to a critic, and counts what it does."""
+
+    def __init__(self, model: nn.Module, critic: nn.Module) -> None:
+        self.model, self.critics, self.calls, self.trainer = model, [critic], 0, self
+
+    def compute_loss(self, out: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.critics[0](out).sigmoid().mean() + 0 * next(self.model.parameters()).sum()
+
+    __call__ = compute_loss
+
+
+def calls(trainer: Trainer, out: torch.Tensor) -> torch.Tensor:
+    return trainer.compute_loss(out)
+
+
+BESIDE: dict[str, Callable[[nn.Module, nn.Module], Any]] = {
+    "a closure": lambda _, critic: lambda out: critic(out).sigmoid().mean(),
+    "a module": lambda _, critic: nn.Sequential(critic, Mean()),
+    "a dict": lambda _, critic: partial(
+        lambda held, out: held["critics"][0](out).sigmoid().mean(), {"critics": [critic]}
+    ),
+    "a method of an object": lambda model, critic: Trainer(model, critic).compute_loss,
+    "an object that is called": Trainer,
+    "a partial over an object": lambda model, critic: partial(calls, Trainer(model, critic)),
+    "a name of the forward": lambda _, __: mean_loss,
+}
+
+
+@pytest.mark.parametrize("where", BESIDE)
 @pytest.mark.parametrize("filled", [False, True])
 def test_modules_besides_the_model_are_left_alone(where: str, filled: bool) -> None:
     """A loss may train a module of its own, as a discriminator: it is copied, it counts, and no gradient is written."""
@@ -412,8 +445,7 @@ def test_modules_besides_the_model_are_left_alone(where: str, filled: bool) -> N
     model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8))
     if "name" in where:
         model.append(Made(lambda m, x: CRITIC(x)))
-    loss: Any = {"a closure": lambda out: critic(out).sigmoid().mean(), "a module": nn.Sequential(critic, Mean())}
-    loss = loss.get(where, mean_loss)
+    loss = BESIDE[where](model, critic)
     critic.zero_grad()
     if filled:
         critic(x).mean().backward()
@@ -441,6 +473,31 @@ class Mean(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.sigmoid().mean()
+
+
+@pytest.mark.parametrize("reads", ["the forward", "the loss"])
+def test_a_module_that_the_model_hides_in_a_list_counts(reads: str) -> None:
+    """A teacher is kept from the optimizer so; its weights are in memory as those of the model are."""
+    teacher = nn.Linear(8, 64).requires_grad_(False)
+    model = Made(
+        lambda m, x: (m.net(x), m.hidden[0]["teacher"](x)) if reads == "the forward" else m.net(x),
+        net=nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8)),
+    )
+    model.hidden = [{"teacher": teacher}]
+
+    def loss(out: Any) -> torch.Tensor:
+        return out[0].mean() - out[1].mean() if reads == "the forward" else model.hidden[0]["teacher"](out).mean()
+
+    x = torch.randn(64, 8)
+    simulated = simulate(model, (x,), loss=loss)
+    for tracked in ((model, *teacher.parameters()), (model,)):
+        for _ in range(2):
+            with measure(*tracked[:1]).track(x, *tracked[1:]) as m:
+                out = model(x)
+                value = loss(out)
+                value.backward()
+                model.zero_grad()
+        assert simulated.peak_bytes == m.peak_bytes
 
 
 class Reaching(nn.Module):
@@ -565,7 +622,7 @@ def test_layers_that_did_not_run_are_said(ran: str, training: bool, said: str | 
 
 
 def test_a_penalty_on_a_tensor_of_the_caller_is_explained() -> None:
-    """A loss that differentiates by a tensor of the batch is simulated; by one that an object holds gets a sentence."""
+    """A loss that differentiates by a tensor of the batch is simulated; by one that slots hold gets a sentence."""
     x = torch.ones(4, 8, requires_grad=True)
 
     def penalty(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -578,7 +635,16 @@ def test_a_penalty_on_a_tensor_of_the_caller_is_explained() -> None:
 
     inside = simulate(Both(8, 8), (x,), loss=lambda out: penalty(*out), hold_output=False)
     assert simulate(nn.Linear(8, 8), (x,), loss=lambda out: penalty(out, x), hold_output=False).flops == inside.flops
-    held = SimpleNamespace(x=x)
+    plain = SimpleNamespace(x=x)
+    assert (
+        simulate(nn.Linear(8, 8), (x,), loss=lambda out: penalty(out, plain.x), hold_output=False).flops == inside.flops
+    )
+
+    class Slotted:
+        __slots__ = ("x",)
+
+    held = Slotted()
+    held.x = x
     for accumulate in (1, 2):
         with pytest.raises(ArgumentError, match="on a copy of the model and of the batch"):
             simulate(nn.Linear(8, 8), (x,), loss=lambda out: penalty(out, held.x), accumulate=accumulate)

@@ -300,6 +300,7 @@ class Checkpoints(Differentiates):
 
 
 @pytest.mark.parametrize("keep", ["energy", "out", "@product", "energy@product"])
+@pytest.mark.filterwarnings("ignore:.* within saved-tensor hooks that it enters:RuntimeWarning")
 @pytest.mark.parametrize("kind", [Differentiates, Checkpoints])
 def test_layers_that_run_backward_or_a_checkpoint_themselves(kind: type[nn.Module], keep: str) -> None:
     """A kept call through which a gradient is asked for is made again; one in another checkpoint is left to that."""
@@ -316,6 +317,7 @@ def test_layers_that_run_backward_or_a_checkpoint_themselves(kind: type[nn.Modul
     assert all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:.* within saved-tensor hooks that it enters:RuntimeWarning")
 def test_hooks_that_the_function_enters_itself() -> None:
     """What is saved under saved-tensor hooks inside a region goes to them, in forward and replay."""
     packed: list[int] = []

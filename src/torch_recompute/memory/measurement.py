@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import nn
 
+from .. import _torch
 from .._text import in_html, shown
 from .._torch import in_backward
 from ..errors import ArgumentError, RecomputeError
@@ -92,6 +93,17 @@ def weights_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [weight for group in optimizer.param_groups for weight in group["params"]]
 
 
+def _roots(model: nn.Module) -> list[nn.Module]:
+    """A model, and the modules that it hides in lists, tuples and dicts, as a teacher that is not to be trained."""
+    roots, seen = [model], set[nn.Module]()
+    for root in roots:  # grows while it is read
+        found = [*root.modules()]
+        seen.update(found)
+        held = (leaf for module in found for leaf in _torch.tree_leaves(vars(module)) if isinstance(leaf, nn.Module))
+        roots += {one: None for one in held if one not in seen and one not in roots}
+    return roots
+
+
 _running: list[Measurement] = []
 
 
@@ -122,8 +134,9 @@ class Measurement:
 
         Args:
             things: Modules (their parameters, buffers and gradients, and tensors that they hold as plain attributes,
-                counted as "other": `torch.nn.utils.weight_norm` computes its weight into one), optimizers (their
-                parameters, gradients and state, also the state made later) and tensors (counted as "other").
+                counted as "other": `torch.nn.utils.weight_norm` computes its weight into one; modules that they hold
+                in lists, tuples and dicts are counted alike), optimizers (their parameters, gradients and state, also
+                the state made later) and tensors (counted as "other").
 
         Returns:
             The measurement itself.
@@ -133,9 +146,10 @@ class Measurement:
                 raise RecomputeError("This measurement is over, so nothing more is counted. " + _AGAIN)
             for thing in things:
                 if isinstance(thing, nn.Module):
-                    self._track_parameters(thing.parameters())
-                    self._mark(tuple(thing.buffers()), BUFFERS)
-                    self._mark([held for module in thing.modules() for held in vars(module).values()], OTHER)
+                    for root in _roots(thing):
+                        self._track_parameters(root.parameters())
+                        self._mark(tuple(root.buffers()), BUFFERS)
+                        self._mark([held for module in root.modules() for held in vars(module).values()], OTHER)
                 elif isinstance(thing, torch.optim.Optimizer):
                     self._track_parameters(weights_of(thing))
                     self._follow(thing)

@@ -438,5 +438,6 @@ def kind_of(file: str) -> str:
     """Returns whose code a file is: the "user"'s, that of torch's own modules ("nn"), or of another "library"."""
     if file.startswith(_NN):
         return "nn"
-    inside = file.startswith((_TORCH, _OURS, "<frozen")) or os.path.dirname(file) == _STDLIB
+    python = file.startswith(_STDLIB) and "-packages" not in file
+    inside = python or file.startswith((_TORCH, _OURS, "<frozen"))
     return "library" if inside else "user"

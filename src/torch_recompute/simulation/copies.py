@@ -4,16 +4,18 @@
 tensors over one storage get fakes over one storage of its size. On meta, integers are taken to be ones, which as a mask
 hides nothing and as ids are valid. A hook of a parameter's gradient, by which an optimizer steps in backward, is copied
 with what its closure and its names reach. Other functions that reach what was copied, as a forward hook or the loss,
-are made again over the copies. What an object's functions reach is not; the caller checks afterwards that nothing of
-the original was touched. No tensor of the caller's is written to, and of parameters none is read.
+are made again over the copies, with the containers and plain objects between. What slots hold, or a function in an
+object of the model, is not; the caller checks afterwards that nothing of the original was touched. No tensor of the
+caller's is written to, and of parameters none is read.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 import types
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from functools import partial
 from typing import Any, cast
 
@@ -25,6 +27,7 @@ from .. import _torch, errors
 from .._torch.fakes import FakeMaker, FakeTensorMode, fake_like, is_sharded, is_wrapper, over
 from .._torch.graphs import gradient_hooks
 from .._torch.storages import is_fake
+from ..engine.captures import MANY
 from ..memory.operations import kind_of
 from .made_up import floats, is_hollow, keeps_values, stays
 
@@ -83,7 +86,8 @@ class Faker:
 
     def loss(self, loss: Any) -> tuple[Any, list[nn.Module]]:
         """A loss over the copies of what it reaches, and those of modules besides, as a teacher or a discriminator."""
-        beside = [self.copy(module) for module in _modules_of(loss, {}) if id(module) not in self._memo]
+        modules = [one for one in _reached_from(loss) if isinstance(one, nn.Module)]
+        beside = [self.copy(module) for module in modules if id(module) not in self._memo]
         return over_copies(loss, self._memo), beside
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -181,33 +185,32 @@ def reach_copies(model: nn.Module, memo: dict[int, Any]) -> None:
 
 
 def over_copies(value: Any, memo: dict[int, Any]) -> Any:
-    """The copy of what has been copied; a function or container over it where it reaches any; else the value itself."""
-    if id(value) in memo or not _reaches(value, memo, set()):
+    """The copy of what has been copied; a function, container or object over it where it reaches any; else itself."""
+    if id(value) in memo or not any(id(one) in memo for one in _reached_from(value)):
         return memo.get(id(value), value)
-    if isinstance(value, dict):
-        return {key: over_copies(one, memo) for key, one in cast("dict[Any, Any]", value).items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)([over_copies(one, memo) for one in cast("list[Any]", value)])
-    return _function(value, memo, partial(over_copies, memo=memo))
+    over = partial(over_copies, memo=memo)
+    if isinstance(value, _FUNCTIONS):
+        return _function(value, memo, over)
+    if isinstance(value, tuple):
+        return tuple(map(over, cast("tuple[Any, ...]", value)))
+    made = memo[id(value)] = copy.copy(value)  # before its elements, of which one may be itself
+    if isinstance(value, list):
+        made[:] = map(over, cast("list[Any]", value))
+    else:
+        entries: dict[Any, Any] = made if isinstance(made, dict) else vars(made)
+        entries.update({key: over(one) for key, one in entries.items()})
+    return made
 
 
-def _reaches(value: Any, memo: dict[int, Any], seen: set[int]) -> bool:
-    """Whether a function or a container reaches what has been copied."""
-    if id(value) in memo or id(value) in seen:
-        return id(value) in memo
-    seen.add(id(value))
-    parts = _parts(value) if isinstance(value, _FUNCTIONS) or type(value) in (list, tuple, dict) else ()
-    return any(_reaches(part, memo, seen) for part in parts)
-
-
-def _modules_of(value: Any, seen: dict[int, Any]) -> Iterator[nn.Module]:
-    """Yields the modules that a function reaches."""
-    if id(value) not in seen:
-        seen[id(value)] = value
-        if isinstance(value, nn.Module):
-            yield value
-        for part in _parts(value) if isinstance(value, _FUNCTIONS) else ():
-            yield from _modules_of(part, seen)
+def _reached_from(value: Any) -> Iterator[Any]:
+    """Yields a value and all that it reaches, each thing once, but nothing within modules and optimizers."""
+    waiting, seen = [value], dict[int, Any]()
+    while waiting:
+        one = waiting.pop()
+        if id(one) not in seen:
+            seen[id(one)] = one
+            yield one
+            waiting.extend(_parts(one))
 
 
 @contextlib.contextmanager
@@ -225,21 +228,36 @@ def others_as_before(value: torch.Tensor, own: Collection[torch.Tensor]) -> Gene
             leaf.grad = gradient
 
 
-def _parts(fn: Any) -> Iterator[Any]:
-    """Yields what a function reaches, by closure, names, defaults or object, and the elements of a container."""
-    if isinstance(fn, partial):
-        yield from (fn.func, *fn.args, *fn.keywords.values())
-    elif isinstance(fn, (list, tuple, dict)):
-        yield from cast("Any", fn.values() if isinstance(fn, dict) else fn)
-    elif isinstance(fn, types.MethodType):
-        yield fn.__self__
-    else:
-        for cell in fn.__closure__ or ():
-            with contextlib.suppress(ValueError):  # an empty one
-                yield cell.cell_contents
-        of_module = (fn.__globals__[name] for name in _names(fn.__code__) if name in fn.__globals__)
-        yield from (one for one in of_module if getattr(one, "__globals__", fn.__globals__) is fn.__globals__)
-        yield from (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values())
+def _parts(value: Any) -> Iterable[Any]:
+    """All that a function reaches by closure, names, defaults or object, or that a container or plain object holds."""
+    if type(value) in (list, tuple, dict):
+        several: Any = value.values() if isinstance(value, dict) else value
+        return several if len(several) <= MANY else ()
+    if isinstance(value, partial):
+        return value.func, *value.args, *value.keywords.values()
+    if isinstance(value, types.MethodType):
+        return (value.__self__,)
+    if isinstance(value, types.FunctionType):
+        return _of_function(value)
+    return vars(value).values() if _is_plain(value) else ()
+
+
+def _of_function(fn: types.FunctionType) -> Iterator[Any]:
+    for cell in fn.__closure__ or ():
+        with contextlib.suppress(ValueError):  # an empty one
+            yield cell.cell_contents
+    of_module = (fn.__globals__[name] for name in _names(fn.__code__) if name in fn.__globals__)
+    yield from (one for one in of_module if getattr(one, "__globals__", fn.__globals__) is fn.__globals__)
+    yield from (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values())
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is an object of a class that neither torch nor Python has, or a namespace."""
+    of_its_own = isinstance(value, (nn.Module, torch.optim.Optimizer, torch.Tensor, type, types.ModuleType))
+    if of_its_own or not hasattr(value, "__dict__"):
+        return False
+    file = getattr(sys.modules.get(type(value).__module__), "__file__", None) or ""
+    return kind_of(file) == "user" or isinstance(value, types.SimpleNamespace)
 
 
 def _function(fn: Any, memo: dict[int, Any], reached: Callable[[Any], Any]) -> Any:
