@@ -37,7 +37,7 @@ import torch
 
 from . import errors
 from ._torch import ambient_hooks, tracing
-from ._torch.modes import transforming
+from ._torch.modes import dual_level, transform_level, transforming
 from .engine.region_call import NEVER, Options, RegionCall, Replay, hand_over, mark_not_needed
 from .engine.saved_call import SavedCall, call_again, record_call, stored_call, tensors_of
 from .observer import Observer, Running, here, observing
@@ -52,7 +52,7 @@ R = TypeVar("R")
 @tracing.as_it_is
 def call(options: Options, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls `fn` as a region. The caller has seen to it that grad is enabled."""
-    if transforming() is not None:
+    if transform_level() is not None or dual_level() >= 0:
         warnings.warn(_under_a_transform(options.name), RuntimeWarning, stacklevel=2)
         return fn(*args, **kwargs)
     outer = thread.run
@@ -61,9 +61,9 @@ def call(options: Options, fn: Callable[..., Any], args: tuple[Any, ...], kwargs
 
 def _under_a_transform(name: str) -> str:
     return (
-        f"{name} is recomputed inside a transform of torch.func (grad, vjp, jacrev, hessian, jvp, vmap), where nothing "
-        "can be: these have no saved-tensor hooks, or tensors that are gone when backward runs. So it is the plain "
-        "call there, with the same results, and keeps what it saves.\n"
+        f"{name} is recomputed inside a transform of torch.func (grad, vjp, jacrev, hessian, jvp, vmap) or in "
+        "forward_ad.dual_level(), where nothing can be: these have no saved-tensor hooks, or tensors and tangents that "
+        "are gone when backward runs. So it is the plain call there, with the same results, and keeps what it saves.\n"
         "  Take gradients with backward() or torch.autograd.grad, and call the model with the whole batch instead of "
         "vmap; or leave the region out there: handle.remove() for a plan"
     )
@@ -183,7 +183,7 @@ def recompute(
     def region(*args: P.args, **kwargs: P.kwargs) -> R:
         if name is not None and thread.overrides is not None:
             thread.overrides.region(name)
-        if tiles is not None and torch.is_grad_enabled() and transforming() is None:
+        if tiles is not None and torch.is_grad_enabled() and not transforming():
             from .engine.tiles import run as run_tiles
 
             return run_tiles(functools.partial(run, options), fn, options.name, tiles, tile_dim, args, kwargs)
@@ -420,7 +420,7 @@ def _keep_outside(
     """A saved call with a store, outside of every region."""
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
-    if transforming() is not None:
+    if transforming():
         warnings.warn(_not_stored_under_a_transform(name), RuntimeWarning, stacklevel=3)
         return fn(*args, **kwargs)
     return stored_call(store, name, fn, args, kwargs)

@@ -26,6 +26,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
@@ -659,7 +660,10 @@ def dispatch_modes(t: Any) -> Any:
 ask("autocast_on", [False, True], within(torch.autocast(**BF16)), args=["cpu"])
 ask("autocast_on", [False, False], within(torch.autocast(**BF16)), args=["meta"])  # which has no autocast
 ask("autocast_dtype", ["", "bfloat16"], within(torch.autocast(**BF16)), args=["", "meta", "cpu"])
-ask("modes.transforming", [None, 1], lambda look: torch.func.vmap(lambda x: (x, look())[0])(torch.ones(2)))
+VMAP, DUAL = lambda look: torch.func.vmap(lambda x: (x, look())[0])(torch.ones(2)), within(forward_ad.dual_level())
+ask("modes.transforming", [False, True, True], VMAP, DUAL)
+ask("modes.transform_level", [None, 1], VMAP)
+ask("modes.dual_level", [-1, 0], DUAL)
 
 
 # --- compiled and traced code -----------------------------------------------------------------------------------------

@@ -92,6 +92,24 @@ def outer_settings():
     return torch.is_autocast_enabled("cpu"), torch._C._len_torch_function_stack(), torch._C._get_math_sdp_enabled()
 
 
+@pytest.mark.parametrize("made", [torch.float16, torch.bfloat16])
+@places
+def test_the_default_dtype_is_that_of_the_forward(made, placement):
+    """Tensors that a region makes have the dtype in a replay that they had in forward, whatever is made after it."""
+    grads = []
+    for where in (PLAIN, placement):
+        x = torch.linspace(0, 1, 6).requires_grad_()
+        result = where.put(torch.sin, lambda x: x * torch.tensor(1 / 3).to(x.dtype).sin(), torch.sin)(x)
+        torch.set_default_dtype(made)
+        try:
+            result.sum().backward()
+            assert torch.get_default_dtype() is made
+        finally:
+            torch.set_default_dtype(torch.float32)
+        grads.append(x.grad)
+    assert torch.equal(*grads)
+
+
 @pytest.mark.parametrize("name", ["mlp", "one_module_twice", "encoder_layer"])
 @pytest.mark.parametrize("cache", [True, False])
 @places

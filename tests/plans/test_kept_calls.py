@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -341,12 +342,23 @@ def test_hooks_that_the_function_enters_itself() -> None:
     assert torch.equal(x.grad, y.grad)
 
 
+def tangent_and_gradient(f: Any, x: torch.Tensor) -> torch.Tensor:
+    """Forward-mode differentiation, whose tangents have a graph too, with a backward of the result alone after it."""
+    with forward_ad.dual_level():
+        value, tangent = forward_ad.unpack_dual(f(forward_ad.make_dual(x, torch.ones_like(x))))
+    assert tangent is not None
+    seen = tangent.detach()
+    del tangent
+    return torch.cat([torch.autograd.grad(value.sum(), x)[0].flatten(), seen.flatten()])
+
+
 TRANSFORMS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "grad": lambda f, x: torch.func.grad(lambda x: f(x).square().sum())(x),
     "vmap of grad": lambda f, x: torch.vmap(torch.func.grad(lambda x: f(x).square().sum()))(x),
     "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,))[1],
     "jacrev": lambda f, x: torch.func.jacrev(f)(x[0]),
     "vmap": lambda f, x: torch.autograd.grad(torch.vmap(f)(x.requires_grad_()).exp().sum(), x)[0],
+    "a dual level": lambda f, x: tangent_and_gradient(f, x.requires_grad_()),
 }
 PLANNED = [Choice(("0",)), Choice(("0",), ("@product",)), Choice(("0",), ("0",)), Choice(("0", "1"))]
 PLANNED += [Choice(("0",), store="host"), Choice(("0",), offload=True)]

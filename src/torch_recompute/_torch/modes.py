@@ -133,6 +133,7 @@ _PROCESS: list[Flag] = [
     *_flag("sdp_priority_order"),
     *_flag("cudnn_enabled"),
     *_flag("mkldnn_enabled"),
+    (torch.get_default_dtype, torch.set_default_dtype),
 ]
 _PRECISIONS = _precisions()
 _FLAGS = [*_THREAD, *_PROCESS, *_PRECISIONS]
@@ -202,8 +203,15 @@ def set_flags(values: Sequence[Any]) -> None:
             put(value)
 
 
-transforming: Callable[[], Any] = _C._functorch.maybe_current_level
+transform_level: Callable[[], Any] = _C._functorch.maybe_current_level
 """The level of the innermost `torch.func` transform that this thread is in; None outside of one."""
+dual_level: Callable[[], int] = partial(operator.itemgetter("_current_level"), vars(torch.autograd.forward_ad))
+"""The level of forward-mode differentiation (`forward_ad.dual_level`) that this is in; -1 outside of one."""
+
+
+def transforming() -> bool:
+    """Whether this is in a transform of `torch.func` or in a dual level, where no region can be."""
+    return transform_level() is not None or dual_level() >= 0
 
 
 class ComputedWeights:

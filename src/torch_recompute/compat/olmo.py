@@ -86,7 +86,7 @@ class OutputDiscardCheckpoint:
             options = Options(name_of(fn), ambients=DEFAULT)
             return trace(options, fn, args, kwargs, region=functools.partial(self.checkpoint, fn))
         options = Options(name_of(fn), ambients=(*DEFAULT, *self._state()))
-        if transforming() is not None:
+        if transforming():
             return call(options, fn, args, kwargs)
         self._call = Discard(options, fn, args, kwargs)
         return self._call.result

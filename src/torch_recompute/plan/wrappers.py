@@ -292,7 +292,7 @@ class Region(ForwardWrapper):
 
     def called(self, options: Options, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a function as one region, or as one for each tile of tokens, which are the last dimension but one."""
-        if not self.choice.tiles or not torch.is_grad_enabled() or transforming() is not None:
+        if not self.choice.tiles or not torch.is_grad_enabled() or transforming():
             return run(options, fn, args, kwargs)
         from ..engine import tiles
 
@@ -391,7 +391,7 @@ class HeadWithLoss(Region):
         compiling = torch.compiler.is_compiling()
         if compiling and not self.idle:
             tracing.say(no_effect(self.name, f"tiles={self.choice.tiles}", "makes the loss of all tokens at once"))
-        apart = compiling or not torch.is_grad_enabled() or transforming() is not None or thread.run is not None
+        apart = compiling or not torch.is_grad_enabled() or transforming() or thread.run is not None
         known = isinstance(hidden, torch.Tensor) and isinstance(weight, torch.Tensor) and len(args) == 1 and not kwargs
         if self.idle or self.disabled or apart or not known or hidden.dim() < 2 or weight.dim() != 2:
             return self.plain(*args, **kwargs)
@@ -537,7 +537,7 @@ class ChainedRegion(Region):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module as a region whose result the next member rebuilds."""
-        alone = not torch.is_grad_enabled() or torch.compiler.is_compiling() or transforming() is not None
+        alone = not torch.is_grad_enabled() or torch.compiler.is_compiling() or transforming()
         if self.idle or self.disabled or alone:
             return super().__call__(*args, **kwargs)
         if self._first:

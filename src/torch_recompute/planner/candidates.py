@@ -237,7 +237,7 @@ class _Calls(TorchFunctionMode):
 
     def _enter(self, path: str, _: nn.Module, *given: Any) -> None:
         self._stack.append(path)
-        plain = [] if transforming() is not None else _torch.tree_leaves(given)  # in `vmap` one stands for several
+        plain = [] if transforming() else _torch.tree_leaves(given)  # in `vmap` one stands for several
         tensors = [leaf for leaf in plain if isinstance(leaf, torch.Tensor)]
         left = [(self._left[id(x)], x) for x in tensors if id(x) in self._left]
         self._feeders.setdefault(path, set()).update(where for (where, ref), x in left if ref() is x)
@@ -257,7 +257,7 @@ class _Calls(TorchFunctionMode):
         self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if transforming() is not None:
+        if transforming():
             return func(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             with self:

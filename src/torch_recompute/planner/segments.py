@@ -105,7 +105,7 @@ class _Capture:
         self._result: Any = None  # of the segment that ended last
 
     def _enter(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if transforming() is not None:  # of torch.func, under which a region is a plain call
+        if transforming():  # of torch.func, under which a region is a plain call
             return
         if not self._seen:
             kind = self._target.partition(" ")[0]
@@ -125,7 +125,7 @@ class _Capture:
         self._seen.append((path, call, self._running[-1], chained))
 
     def _leave(self, _module: nn.Module, _args: Any, returned: Any) -> None:
-        if transforming() is not None:
+        if transforming():
             return
         self._running.pop()
         self._result = returned[0] if isinstance(returned, tuple) and returned else returned
