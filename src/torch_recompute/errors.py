@@ -141,12 +141,17 @@ def brief(count: int, of: int | None = None) -> str:
 
 
 def not_callable(what: str, value: object, at_once: bool = False) -> str:
-    """Text for a `fn` that cannot be called; `at_once` if it is passed together with its arguments."""
+    """Text for a `fn` that cannot be called, or runs later; `at_once` if it is passed together with its arguments."""
     if what == "checkpoint" or at_once:
         return (
             f"{what}(function, *args) needs a callable, but got {say(value)}\n"
             "  Pass the function itself, then its arguments:\n"
             f"      y = {what}(layer, x)     # not {what}(layer(x))"
+        )
+    if callable(value):
+        return (
+            f"{value.__qualname__} is a generator or a coroutine: its body runs after the region is over, and nothing "
+            "of it would be recomputed.\n  Let it return its results in a list, or wrap what it calls in recompute."
         )
     return (
         f"{what}(fn) needs a callable, but got {say(value)}\n"
@@ -157,6 +162,10 @@ def not_callable(what: str, value: object, at_once: bool = False) -> str:
 
 def not_a_store(option: str, value: object) -> str:
     """Text for an `inputs=` or `store=` that is no store."""
+    if isinstance(value, type):
+        return (
+            f"{option}={value.__name__} is a class; a store is an object of one.\n  Write {option}={value.__name__}()."
+        )
     return (
         f"{option}={value!r:.80} is not a store: {kind(value)} has no put(tensor) and get(handle).\n"
         f"  Write {option}=torch_recompute.OnHost(), or an object with these two methods."

@@ -28,6 +28,7 @@ a region call; a region call refers to slots weakly; so the whole dies by refere
 from __future__ import annotations
 
 import functools
+import types
 import warnings
 from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -100,8 +101,8 @@ def _without_grad(name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwar
 def _not_an_ambient(value: object) -> str:
     """Text for an element of `state=` that is no ambient."""
     if hasattr(value, "capture") and hasattr(value, "restore"):
-        alone = errors.kind(value)
-        return f"state= takes a sequence of states, but got {alone} alone; write state=[{alone}(...)]."
+        name = value.__name__ if isinstance(value, type) else errors.kind(value)
+        return f"state= takes a sequence of objects of classes such as {name}; write state=[{name}(...)]."
     return (
         f"state= holds {value!r:.80}, and {errors.kind(value)} has no capture() and restore(value).\n"
         "  Write state=[torch_recompute.state.NumpyRng()], or objects with these two methods."
@@ -158,7 +159,8 @@ def recompute(
 
     Recomputation in this form: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016 (arXiv 1604.06174).
     """
-    if not callable(fn):
+    later = types.FunctionType is type(fn) and fn.__code__.co_flags & 0x2A0  # a generator or a coroutine
+    if later or not callable(fn):
         raise errors.ArgumentError(errors.not_callable("recompute", fn))
     if check not in ("metadata", "values", "none"):
         raise errors.ArgumentError(
@@ -173,7 +175,8 @@ def recompute(
 
         check_tiles(tiles, tile_dim)
     for ambient in [state] if hasattr(state, "capture") else state:
-        if ambient is state or not (hasattr(ambient, "capture") and hasattr(ambient, "restore")):
+        a_state = hasattr(ambient, "capture") and hasattr(ambient, "restore")
+        if ambient is state or isinstance(ambient, type) or not a_state:
             raise errors.ArgumentError(_not_an_ambient(ambient))
     label = name or name_of(fn)
     make = None if elastic is None else checked_pool(elastic).calls(fn, label)
@@ -459,7 +462,7 @@ class Pool(Protocol):
 
 def checked_pool(pool: Any) -> Pool:
     """Returns what `elastic=` was given, where it is memory that regions can share."""
-    if not hasattr(pool, "calls"):
+    if not hasattr(pool, "calls") or isinstance(pool, type):
         raise errors.ArgumentError(
             f"elastic= takes the memory that regions share, but got {errors.say(pool)}\n"
             '  Write memory = torch_recompute.Elastic("fit") once, and recompute(fn, elastic=memory) for each region; '
@@ -470,6 +473,6 @@ def checked_pool(pool: Any) -> Pool:
 
 def checked_store(option: str, store: Any) -> Store | None:
     """Returns the store that an option was given; None for tensors that stay where they are."""
-    if store is not None and not (hasattr(store, "put") and hasattr(store, "get")):
+    if store is not None and (isinstance(store, type) or not (hasattr(store, "put") and hasattr(store, "get"))):
         raise errors.ArgumentError(errors.not_a_store(option, store))
     return None if type(store) is OnDevice else store

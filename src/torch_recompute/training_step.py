@@ -152,6 +152,16 @@ def needs(loss: object) -> int:
     )
 
 
+def _check_loss(what: str, loss: object) -> None:
+    """Refuses a loss that is no function: a word, a number, the class of a loss."""
+    if loss is not None and (not callable(loss) or isinstance(loss, type)):
+        made = f"{loss.__name__}()" if isinstance(loss, type) else "lambda out: F.mse_loss(out, target)"
+        raise errors.ArgumentError(
+            f"{what}(loss=) takes a function from the model's output to the loss, or from output and labels, but got "
+            f"{errors.say(loss)}\n  Write loss={made}"
+        )
+
+
 def with_labels(
     what: str, model: object, batch: Any, kwargs: Mapping[str, Any] | None, loss: Any
 ) -> tuple[Any, Mapping[str, Any] | None, Loss]:
@@ -160,6 +170,7 @@ def with_labels(
     Raises:
         ArgumentError: The loss needs more than the output, and the batch has no labels, or it needs three arguments.
     """
+    _check_loss(what, loss)
     count = needs(loss)
     if count < 2:
         return batch, kwargs, loss

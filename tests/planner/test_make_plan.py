@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import OrderedDict
 from collections.abc import Callable
@@ -170,6 +171,9 @@ def test_a_plan_is_for_one_model(gpt: Planner) -> None:
     plan = Plan.from_json(gpt.plan(0.3).to_json())
     again, _ = made("gpt")
     apply(again, plan).remove()
+    again.blocks.append(copy.deepcopy(again.blocks[0]))
+    with pytest.warns(RuntimeWarning, match=r"promises \(.*\) is not that of this model"):
+        apply(again, plan).remove()
     again.blocks[1].mlp[0] = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
     with pytest.raises(ArgumentError, match=r"made for a model with Block with .* at 'blocks.1'; this model has Block"):
         apply(again, plan)

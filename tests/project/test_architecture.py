@@ -73,7 +73,7 @@ CORE = (
     *("region", "__init__"),
 )
 # Code lines by tokenizer (no docstring, comment or blank line), so that neither splitting nor squeezing gains anything.
-MOST_CODE_OF_CORE = 3_983
+MOST_CODE_OF_CORE = 4_000
 
 # The files of `plan` that look at a model. The others plan on plain data, without torch.
 PLAN_FILES_WITH_TORCH = {
@@ -93,7 +93,7 @@ WINGS = {
     "around": {"compat", "distributed", "integrations", "doctor", "testing", "__init__"},
     "commands": {"commands", "report", "__main__"},
 }
-MOST_CODE_LINES = {"core": 6_900, "planning": 18_667, "around": 4_510, "commands": 4_401, "tests": 40_620}
+MOST_CODE_LINES = {"core": 6_917, "planning": 18_734, "around": 4_510, "commands": 4_401, "tests": 40_677}
 MOST_FILES, MOST_LONG_FUNCTIONS, LONGEST_FUNCTION, MOST_NAMES_TWICE = 180, 5, 50, 4
 LONG_FUNCTION = 40  # lines without the docstring
 

@@ -15,6 +15,7 @@ import pickle
 import re
 import shutil
 import sys
+import tempfile
 import traceback
 import types
 import warnings
@@ -341,6 +342,23 @@ def inside(context: contextlib.AbstractContextManager[Any], misuse: Callable[[],
     """A misuse inside of a context."""
     with context:
         return misuse()
+
+
+def yields(x: torch.Tensor) -> Iterator[torch.Tensor]:
+    yield x.sin()
+
+
+@contextlib.contextmanager
+def file_of(content: object) -> Iterator[None]:
+    """A folder that holds content in config.json."""
+    before = os.getcwd()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        try:
+            Path("config.json").write_text(json.dumps(content))
+            yield
+        finally:
+            os.chdir(before)
 
 
 def changes(tensor: torch.Tensor, region: Callable[..., Any], *args: Any, times: int = 1, **kwargs: Any) -> None:
@@ -1165,6 +1183,15 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: inside(two_ranks(), lambda: Elastic(group=[0, 1])),
     # plans
     lambda: Plan((Choice(("a",)), Choice(("a",)))),
+    lambda: Choice("layers.0"),
+    lambda: recompute(yields),
+    lambda: recompute(torch.sin, inputs=OnHost),
+    lambda: recompute(torch.sin, state=[state.PythonRng]),
+    lambda: recompute(torch.sin, elastic=Elastic),
+    lambda: register("layer", Scale()),
+    lambda: make_plan(nn_linear(), (torch.ones(2, 3),), budget=0.5, loss="mse"),
+    lambda: make_plan(nn_linear(), (torch.ones(2, 3),), budget=0.5, loss=nn.MSELoss),
+    lambda: make_plan(nn_linear().requires_grad_(False), (torch.ones(2, 3),), budget=0.5),
     lambda: Plan((Choice(("a",), tiles=-1),)),
     lambda: Plan((Choice(("a",), tiles=2, offload=True),)),
     lambda: Plan((Choice(("head",), tiles=2, with_loss=True, store="host"),)),
@@ -1177,6 +1204,9 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: plans_two_models_of_one_layer(),
     lambda: apply(torch.nn.Sequential(Scale(), Scale()), Plan((Choice(("00",)),))),
     lambda: apply(torch.nn.Sequential(*[Scale()] * 2), Plan((Choice(("0",)), Choice(("1",))))),
+    lambda: apply(torch.nn.Sequential(nn.ModuleList([Scale(), Scale()])), Plan((Choice(("0",)),))),
+    lambda: apply(torch.nn.Sequential(Scale()), Plan((Choice(("0",), tiles=2, with_loss=True),))),
+    lambda: inside(file_of({"model_type": "gpt2"}), lambda: huggingface.apply(Scale(), "config.json")),
     lambda: apply(Scale(), Plan((Choice(("",), store="sharded"),))),
     lambda: apply(Scale(), Plan((Choice(("",), store="disk"),))),
     lambda: apply(Scale(), Plan((Choice(("",), store="scratch", offload=True),))),

@@ -211,7 +211,7 @@ dual_level: Callable[[], int] = partial(operator.itemgetter("_current_level"), v
 
 def transforming() -> bool:
     """Whether this is in a transform of `torch.func` or in a dual level, where no region can be."""
-    return transform_level() is not None or dual_level() >= 0
+    return transform_level() is not None or torch.autograd.forward_ad._current_level >= 0  # which Dynamo can trace
 
 
 class ComputedWeights:

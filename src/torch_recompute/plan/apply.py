@@ -11,15 +11,17 @@ sets of choices asks for; each wrapper is the plain call unless the present call
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from .. import errors
 from .._text import close_to
-from ..region import checked_pool
+from ..region import checked_pool, checked_store
 from ..stores import OnHost, Store
 from .choice import Choice, Target, joined
 from .exhausted import planned_models
@@ -273,14 +275,44 @@ def _check_modules(model: nn.Module, modules: Mapping[str, nn.Module], plan: Pla
                 "model would nest their regions.\n"
                 "  Take the first one out:  handle.remove()   (the handle is what apply returned)"
             )
-    for path, expected in plan.modules:
+    for path, expected in sorted(plan.modules, key=lambda row: not row[0]):  # the model itself last
         found = described(modules[path]) if path in modules else "nothing"
-        if found != expected:
+        if found != expected and not path and "" not in (name for one in plan.all_choices for name in one.modules):
+            warnings.warn(_of_another_model(plan, expected, found), RuntimeWarning, stacklevel=3)
+        elif found != expected:
             raise errors.ArgumentError(
                 f"the plan was made for a model with {expected} at {path!r}; this model has {found} there.\n"
                 "  Make the plan again for this model, as it is when the plan is applied:  make_plan(model, args, "
                 "budget=...)"
             )
+
+
+def _check_called(choice: Choice, path: str, module: nn.Module) -> None:
+    """Refuses a choice for what nothing calls, and for a head that has no weight to multiply with."""
+    if type(module).forward is nn.Module.forward and "forward" not in vars(module):
+        inner = ", ".join(repr(joined(Target(path).module, name)) for name, _ in [*module.named_children()][:2])
+        raise errors.ArgumentError(
+            f"{path!r} is a {errors.kind(module)}, which has no forward: its modules are called one by one, and the "
+            "region would never run.\n"
+            f"  Name these:  Choice(({inner}, ...))   as one region, or a Choice for each."
+        )
+    weight = getattr(module, "weight", None)
+    if choice.with_loss and not (isinstance(weight, torch.Tensor) and weight.dim() == 2):
+        raise errors.ArgumentError(
+            f"{path!r} is a {errors.kind(module)}, and with_loss=True is of the model's head: one linear layer, whose "
+            "logits the loss is made of.\n"
+            "  Name the head, Choice(('lm_head',), tiles=8, with_loss=True), or leave with_loss=True out."
+        )
+
+
+def _of_another_model(plan: Plan, expected: str, found: str) -> str:
+    """Text for a model whose planned layers are those of the plan, and which is another one besides."""
+    promise = f" ({errors.brief(plan.prediction.peak_bytes)})" if plan.prediction is not None else ""
+    return (
+        f"the plan was made for {expected}; this is {found}. The layers that the plan names are the same, so they are "
+        f"recomputed as it says, but the peak that it promises{promise} is not that of this model.\n"
+        "  Make the plan again for this model, as it is when the plan is applied:  make_plan(model, args, budget=...)"
+    )
 
 
 class _Placement:
@@ -307,6 +339,7 @@ class _Placement:
         store = self._stores[choice.store]
         for path, module in zip(choice.paths, chain.modules, strict=True):
             self._check_once(choice, path, module)
+            _check_called(choice, path, module)
             if choice.offload:
                 self._add_other(Offloaded(module, path, choice, store), path, choice)
                 continue
@@ -392,8 +425,7 @@ def _stores(plan: Plan, given: Mapping[str, Store]) -> dict[str, Store | None]:
                 f"stores has {word!r}, which nothing in the plan uses: {has}.\n"
                 f"  Leave it out, or make the plan with it:  Choice(('layers.0',), store={word!r})"
             )
-        if not (hasattr(store, "put") and hasattr(store, "get")):
-            raise errors.ArgumentError(errors.not_a_store(f"stores[{word!r}]", store))
+        checked_store(f"stores[{word!r}]", store)
     for word in wanted:
         if word not in given and word != "host":
             write = f"      apply(model, plan, stores={{{word!r}: store}})"

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .. import errors
 from .._text import grouped, listed
 
 PRODUCT, DOWN, MATMUL, ATTENTION, VALUES_UNUSED = "product", "down", "matmul", "attention", "values_unused"
@@ -103,6 +104,12 @@ class Choice:
     with_loss: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("paths", "keep", "labels"):
+            given = getattr(self, name)
+            if isinstance(given, str) or not all(isinstance(one, str) for one in given):
+                raise errors.ArgumentError(
+                    f"Choice({name}={given!r}) takes several strings, in a tuple.\n  Write {name}=({str(given)!r},)"
+                )
         object.__setattr__(self, "paths", tuple(map(Target, self.paths)))
         object.__setattr__(self, "keep", tuple(map(Target, self.keep)))
         if self.offload and not self.store:

@@ -765,7 +765,15 @@ def plan_of(policy: Policy, model: nn.Module) -> Plan:
         text = Path(policy).read_text(encoding="utf-8") if Path(policy).is_file() else ""
         if policy.endswith(".json") and '"choices"' in text:
             return Plan.from_json(text)
-        return RecomputeConfig.from_file(policy).plan(model)
+        content = settings.content_of(policy)
+        if not settings.has_field(content, RecomputeConfig.names()):
+            raise errors.ArgumentError(
+                f"{policy} is no plan and has none of the fields that say what to recompute (recompute_granularity and "
+                "so on), so nothing would be.\n"
+                '  Pass a plan that plan.to_json() wrote, a file with {"recompute_granularity": "full", '
+                '"recompute_method": "uniform", "recompute_num_layers": 1}, or "none".'
+            )
+        return RecomputeConfig.from_dict(content).plan(model)
     if policy == "none":
         return Plan(source="none")
     fields: dict[str, Any] = {"recompute_granularity": SELECTIVE}

@@ -577,12 +577,16 @@ def made(kind: Any, value: Any) -> Any:
         fields = _hints(kind)
         return kind(**{name: made(fields[name], part) for name, part in value.items()})  # pyright: ignore[reportCallIssue]
     if get_origin(kind) is tuple:
+        if not isinstance(value, (list, tuple)):
+            raise TypeError(f"{value!r} is no list")
         several = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
         return tuple(made(one, part) for one, part in zip(several, value, strict=True))
     if get_origin(kind) is Mapping:
         return {name: made(inner[1], part) for name, part in value.items()}
     if type(None) in inner:
         return None if value is None else made(inner[0], value)
+    if kind in (bool, int, str) and type(value) is not kind:
+        raise TypeError(f"{value!r} is no {kind.__name__}")
     return value
 
 

@@ -128,6 +128,11 @@ def fields_in(data: object, names: Sequence[str]) -> dict[str, Any]:
     return fields
 
 
+def has_field(data: object, names: Sequence[str]) -> bool:
+    """Whether keys and values have one of the fields, at any depth, be it None."""
+    return any(key in names for _, key, _ in _leaves(_checked_mapping("the configuration", data), "", names))
+
+
 def _leaves(data: Mapping[Any, Any], where: str, names: Sequence[str]) -> Iterator[tuple[str, str, object]]:
     """Section, key and value of everything that is not itself a section."""
     for raw, value in data.items():

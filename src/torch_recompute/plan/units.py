@@ -105,7 +105,7 @@ def register(role: str, match: Match) -> Callable[[], None]:
         raise errors.ArgumentError(
             f"register: {role!r} is not a role of a module.\n  Write one of {', '.join(REGISTRABLE)}."
         )
-    if not isinstance(match, str) and not callable(match):
+    if (not isinstance(match, str) and not callable(match)) or isinstance(match, nn.Module):
         raise errors.ArgumentError(
             f"register: {errors.say(match)} says nothing about a module.\n"
             '  Pass a class (MyNorm), a glob over class names ("My*Norm"), or a function from a module to a bool.'

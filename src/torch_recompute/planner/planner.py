@@ -181,7 +181,7 @@ class Planner:
             self.price.name,
             self.costs,
             self.plain.peak_bytes,
-            tuple((path, described(self.step.model.get_submodule(path))) for path in dict.fromkeys(self.paths)),
+            tuple((path, described(self.step.model.get_submodule(path))) for path in dict.fromkeys(("", *self.paths))),
             self._routers,
             untied(self.costs),
             self.plain.advice,

@@ -218,14 +218,19 @@ def held_by_libraries(pretend: FakeMode, device: torch.device) -> int:
     return 0 if capability is None else kept_by_cublas(capability)
 
 
-def _loss_of_copy(output: Any, loss: Callable[[Any], torch.Tensor] | None) -> tuple[torch.Tensor, str]:
+def _loss_of_copy(
+    model: nn.Module, output: Any, loss: Callable[[Any], torch.Tensor] | None
+) -> tuple[torch.Tensor, str]:
     """The loss of the copy's output and what it is called, by a function of the caller's or as in `loss_in`.
 
     Raises:
         ArgumentError: It is no loss, or differentiates by a tensor that the copy has not been given.
     """
     try:
-        value, name = loss_in(output) if loss is None else (loss(output), _called(loss))
+        made = [output] if loss is None else [loss(output)]
+        if not any(tensor.requires_grad for tensor in (*_torch.tensors_in(made), *model.parameters())):
+            raise errors.ArgumentError(_nothing_trains(model))
+        value, name = loss_in(output) if loss is None else (made[0], _called(loss))
     except RuntimeError as error:
         if "appears to not have been used in the graph" not in str(error):
             raise
@@ -362,7 +367,7 @@ class _SimulatedStep:
         before = self._recording(watched=False)
         with self._pretend, self._modules.following(), before, self._stepping(before):
             call = self._another_batch() if self._step.loop.state_bytes else self._call
-            value, _ = _loss_of_copy(self._forward(*call), self._step.loss)
+            value, _ = _loss_of_copy(self._model, self._forward(*call), self._step.loss)
             del call
             torch.clear_autocast_cache()
             self._modules.step = "backward"
@@ -446,7 +451,7 @@ class _SimulatedStep:
             self._output = self._forward(*self._call)
             returned = first.events
             modules.step = "loss"
-            self._loss, name = _loss_of_copy(self._output, self._step.loss)
+            self._loss, name = _loss_of_copy(self._model, self._output, self._step.loss)
             skipped = _skipped(self._model, modules)
             if not hold_output:
                 self._output = None
@@ -624,6 +629,16 @@ def _check(value: object) -> None:
             f"the loss must be a tensor with one element that requires grad, but is {errors.say(value)}\n"
             "  Say how it is computed:  loss=lambda out: F.cross_entropy(out.logits.flatten(0, -2), labels.flatten())"
         )
+
+
+def _nothing_trains(model: nn.Module) -> str:
+    """Text for a step without a gradient."""
+    return (
+        f"no parameter of {type(model).__name__} requires grad, nor does the batch or what the loss reads: nothing is "
+        "trained, and a forward without gradients keeps no activations that a plan could drop.\n"
+        "  Unfreeze what is to be trained before you plan (model.requires_grad_(), or add the adapters); a plan is of "
+        "the model as it is when it is made."
+    )
 
 
 def _called(loss: Any) -> str:
