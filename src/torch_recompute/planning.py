@@ -152,7 +152,7 @@ def auto(
             with the least peak for this batch, which is to be the largest; it is what a step falls back on. The budget
             is the limit of an `Elastic` of its own; one that is given has its limit already. What each region takes is
             simulated for this batch and learned in the steps, of which the first recomputes all.
-        sizes: Lengths of sequences, from small to large, as for `make_plan`; the batch is cut, or repeated, to each.
+        sizes: Lengths of sequences, as for `make_plan`; the batch is cut, or repeated, to each.
             With `elastic`, the plan is for the longest, and what regions take is simulated for each.
 
     Returns:
@@ -189,7 +189,7 @@ def _memory(
     elastic: bool | Elastic, budget: Budget, offload: bool | int | str, sizes: Sequence[int] | str
 ) -> Elastic | None:
     """The memory that elastic regions share under a budget; None where they are not elastic."""
-    if not isinstance(sizes, str) and not all(type(size) is int for size in sizes):
+    if isinstance(sizes, int) or (not isinstance(sizes, str) and not all(type(size) is int for size in sizes)):
         raise errors.ArgumentError(
             f"auto(sizes=) takes lengths of sequences, but got {errors.say(sizes)}.\n"
             "  Write sizes=[512, 2048]; for batches apply(model, make_plan(model, budget=..., sizes=[short, long]))."
@@ -261,7 +261,7 @@ class _Planning:
         self.loop = replace(self.loop, **options)
         if self.sizes and not isinstance(self.sizes, str):
             length = Lengths(parameters(self.model), *call).length
-            self.sizes = [*self.sizes, length] if length > self.sizes[-1] else self.sizes
+            self.sizes = [*self.sizes, length] if length > max(self.sizes) else self.sizes
         if not draws:
             return self.found(TrainingStep(self.model, *call, self.loss, self.optimizer, self.device, self.loop))
         forget()
@@ -533,7 +533,7 @@ def make_plan(
         optimizer: A name ("adamw", "sgd"), a class, a function from a list of parameters to an optimizer, or an
             optimizer of the model's parameters.
         device: Where the step is to run.
-        sizes: Lengths of sequences, from small to large, where the first tensor of the call that is given is tokens
+        sizes: Lengths of sequences, where the first tensor of the call that is given is tokens
             [batch, sequence] or embeddings [batch, sequence, width]; that call is cut, or repeated, to each of them.
             Or "all": the lengths at which a call begins to need more regions are found, so that every length up to that
             of the call pays for no more replays than its own bytes ask for, or nearly. Or batches, instead of `args`.
@@ -570,7 +570,7 @@ def make_plan(
             examples, or it cannot be told where the sequence of a call is.
     """
     args, kwargs, loss = with_labels("make_plan", model, args, kwargs, loss)
-    if isinstance(model, nn.Module) and not isinstance(sizes, str) and not all(type(size) is int for size in sizes):
+    if isinstance(model, nn.Module) and _are_batches(sizes):
         call = cast("tuple[Any, ...]", args), dict(kwargs or {})
     else:
         call = call_of("make_plan", model, args, kwargs, a_module=True)
@@ -590,8 +590,20 @@ def make_plan(
         return _plan_one_device(step, read_budget(budget), sizes, longest, leave)
 
 
+def _are_batches(sizes: Any) -> bool:
+    """Whether sizes are examples of calls, and neither lengths nor a word."""
+    if isinstance(sizes, int):
+        raise errors.ArgumentError(f"make_plan(sizes={sizes}) takes several lengths.\n  Write sizes=[{sizes}].")
+    return not isinstance(sizes, str) and not all(type(size) is int for size in sizes)
+
+
 def _of_one_rank(model: nn.Module, ranks: Ranks | None) -> nn.Module:
     """The model that one of some ranks computes."""
+    if ranks is not None and not isinstance(ranks, Ranks):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise errors.ArgumentError(
+            f"make_plan(ranks=) takes a description of the ranks, but got {errors.say(ranks)}\n"
+            "  Write ranks=Ranks(fsdp=4), or tp=, ep=, cp= as the training has them."
+        )
     if ranks is None:
         return model
     from .planner.tensor_parallel import of_one_rank

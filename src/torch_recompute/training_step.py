@@ -141,6 +141,12 @@ def elements(weight: torch.Tensor) -> int:
 # --- losses ---
 
 
+def takes(function: object) -> bool:
+    """Whether a function takes an argument, as far as its signature says."""
+    signature = signature_of(function)
+    return signature is None or bool(signature.parameters)
+
+
 def needs(loss: object) -> int:
     """Returns the number of arguments that a loss has to be given; 1 where its signature is not known."""
     signature = None if loss is None else signature_of(loss)
@@ -350,7 +356,10 @@ def optimizer_of(what: str, optimizer: object, model: nn.Module | None = None) -
             f"  Write one of these{'' if what.startswith('-') else f', or a class: {_CLASS}'}."
         )
     _check_counted(said, optimizer)
-    if optimizer is not None and not callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
+    no_list = callable(optimizer) and not isinstance(optimizer, type) and not takes(optimizer)
+    if no_list or (
+        optimizer is not None and not callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer)
+    ):
         raise errors.ArgumentError(
             f"{said} is {errors.say(optimizer)}; expected a name, a class, a function from a list of parameters to an "
             f"optimizer, or an optimizer of the model's parameters.\n  Write {_CLASS}."

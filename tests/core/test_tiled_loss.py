@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from torch_recompute import Choice, Plan, apply, errors, measure
+from torch_recompute import Choice, Plan, apply, errors, measure, saved_activations
 
 CLASSES, WIDTH, TOKENS, TILES = 400, 8, (2, 51), 7
 PLAN = Plan((Choice(("out",), tiles=TILES, with_loss=True),))
@@ -175,3 +175,11 @@ def test_a_module_in_tiles() -> None:
         found.append(([p.grad for p in net.parameters()], m.peak_bytes))
     torch.testing.assert_close(found[1][0], found[0][0], atol=1e-5, rtol=1e-5)
     assert found[1][1] < found[0][1] / 2
+
+
+def test_what_it_keeps_can_be_looked_at() -> None:
+    """The node that stands for logits which are not computed is one that others can ask for its name."""
+    model = copy.deepcopy(NET)
+    apply(model, PLAN)
+    with pytest.warns(RuntimeWarning, match="reads the logits of all tokens"):
+        assert saved_activations(model, IDS).total_bytes > 0

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -453,7 +452,12 @@ def test_a_model_on_meta_is_simulated() -> None:
 
 def test_a_step_that_cannot_be_simulated_is_run() -> None:
     """A model that no copy can be made of is run all the same, and the report says what is missing for it."""
-    outside = SimpleNamespace(layer=linear())
+
+    class Slotted:
+        __slots__ = ("layer",)
+
+    outside = Slotted()
+    outside.layer = linear()
     layers = nn.Sequential(around(outside.layer, lambda fn, x: outside.layer(x)))
     report = doctor.examine(layers, (batch(),), loss=mean_loss)
     assert report

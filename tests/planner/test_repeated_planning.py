@@ -71,7 +71,7 @@ CHANGES: dict[str, Callable[[nn.Sequential], object]] = {
     "a hook": lambda model: model[0].register_forward_hook(doubling),
     "a method": new_forward,
     "a tied weight": lambda model: setattr(model[1].up, "weight", model[0].up.weight),
-    "a plan": lambda model: apply(model, Plan((Choice("0"),))),
+    "a plan": lambda model: apply(model, Plan((Choice(("0",)),))),
     "a global of the forward": set_global,
     "an attribute of the class": class_attribute,
 }

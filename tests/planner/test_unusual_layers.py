@@ -40,6 +40,29 @@ class Around(nn.Module):
         return self.last(made[0] if isinstance(made, tuple) else made).square().mean()
 
 
+class Complex(nn.Module):
+    """Layers that take and return complex numbers, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=torch.cfloat) for _ in "ab"), Magnitude()) for _ in "abc"
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(torch.cfloat)
+        for layer in self.layers:
+            x = layer(x)
+        return x.abs().square().mean()
+
+
+class Magnitude(nn.Module):
+    """Divides by one more than the magnitude."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x / (1 + x.abs())
+
+
 def batched() -> nn.Module:
     """A batch norm over a view with the channels in front."""
     return Made(lambda m, x: m.norm(x.transpose(1, 2)).transpose(1, 2), norm=nn.BatchNorm1d(WIDTH))
@@ -74,6 +97,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "inverse": (lambda: Around(lambda x: torch.linalg.inv(positive(x))), SQUARE),
     "solve": (lambda: Around(lambda x: torch.linalg.solve(positive(x), x)), SQUARE),
     "determinant": (lambda: Around(lambda x: x * torch.linalg.slogdet(positive(x))[1][:, None, None]), SQUARE),
+    "complex layers": (lambda: Complex(), (4, 8, WIDTH)),
     "batch norm of a view": (lambda: Around(batched()), (4, 50, WIDTH)),
     "spectral norm": (lambda: Around(nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))), (4, 8, WIDTH)),
     "spectral norm by hooks": (lambda: Around(nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH))), (4, 8, WIDTH)),

@@ -344,6 +344,14 @@ def inside(context: contextlib.AbstractContextManager[Any], misuse: Callable[[],
         return misuse()
 
 
+class NoOptimizer:
+    """Is called without parameters."""
+
+    def __call__(self) -> None: ...
+    def __repr__(self) -> str:
+        return "NoOptimizer()"
+
+
 def yields(x: torch.Tensor) -> Iterator[torch.Tensor]:
     yield x.sin()
 
@@ -1184,6 +1192,22 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     # plans
     lambda: Plan((Choice(("a",)), Choice(("a",)))),
     lambda: Choice("layers.0"),
+    lambda: Plan(("layers.0",)),
+    lambda: Plan().diff("full"),
+    lambda: Plan.from_json({"version": 1}),
+    lambda: Plan.from_json('{"version": 99}'),
+    lambda: Plan.from_json('{"version": 1, "source": "", "choices": [{"paths": "12"}]}'),
+    lambda: Plan.from_json('{"version": 1, "source": "", "choices": [{"paths": ["1"], "carry": "false"}]}'),
+    lambda: apply(Scale(), Plan(), stores=[OnHost()]),
+    lambda: apply(nn.DataParallel(nn.Sequential(Scale())), Plan((Choice(("0",)),))),
+    lambda: simulate(Scale(), (torch.ones(2),), plan="full"),
+    lambda: simulate(Scale(), (torch.ones(2),), rounding=-1),
+    lambda: measure(nn.LazyLinear(4)),
+    lambda: measure(device="h100"),
+    lambda: solve(Plan(), budget=0.5),
+    lambda: make_plan(nn_linear(), (torch.ones(2, 3),), budget=0.5, sizes=64),
+    lambda: make_plan(nn_linear(), (torch.ones(2, 3),), budget=0.5, ranks=4),
+    lambda: make_plan(nn_linear(), (torch.ones(2, 3),), budget=0.5, optimizer=NoOptimizer()),
     lambda: recompute(yields),
     lambda: recompute(torch.sin, inputs=OnHost),
     lambda: recompute(torch.sin, state=[state.PythonRng]),

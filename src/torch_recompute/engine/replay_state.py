@@ -268,7 +268,7 @@ class _Reached:
                     f"{seen.label()}, which {region} reads, has been changed in place since the forward (version "
                     f"{version} then, {now} now): its replay would compute with other values than its forward.\n"
                     "  Change it after backward (optimizer.step() after loss.backward()). If the region itself "
-                    "changes it, say so: recompute(fn, state=[torch_recompute.state.TensorState(tensor)])."
+                    "changes it, let it be a buffer, which a replay leaves as it is, or change it before the region."
                 )
 
     def same(self) -> bool:

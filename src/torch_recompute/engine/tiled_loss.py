@@ -127,14 +127,14 @@ class _Unmade(Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, recipe: _Recipe) -> Logits:
         ctx.set_materialize_grads(False)
-        ctx.name = recipe.head.name
+        ctx.head = recipe.head.name
         return Logits(recipe)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         if grads[0] is not None:
             raise errors.RecomputeError(
-                f"the logits of {ctx.name} are computed in tiles with their loss, and something else than "
+                f"the logits of {ctx.head} are computed in tiles with their loss, and something else than "
                 "torch.nn.functional.cross_entropy has read them: a custom autograd.Function, which is not told that "
                 "they are not there, or a gradient that was asked for by the logits.\n"
                 "  Compute the loss by cross_entropy, or leave the tiles out of the plan."

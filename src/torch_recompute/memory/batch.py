@@ -17,8 +17,9 @@ from .. import _torch, errors
 
 def _not_a_model(what: str, value: object) -> str:
     """Text for a model that cannot be called."""
+    kind = "a torch.nn.Module" if callable(value) else "a module or another callable"
     return (
-        f"{what}(model, batch) needs a module or another callable, but got {errors.say(value)}\n"
+        f"{what}(model, batch) needs {kind}, but got {errors.say(value)}\n"
         f"  It makes the call itself; pass the model, and the batch:\n"
         f"      {what}(model, x)     # not {what}(model(x))"
     )

@@ -223,7 +223,7 @@ class Elastic:
         meter: Meter | None = None,
         always: bool = False,
     ) -> None:
-        if not 0 <= slack < 1:
+        if not isinstance(slack, (int, float)) or not 0 <= slack < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise errors.ArgumentError(
                 f"slack={slack!r} is the share of the limit that is left free, from 0 to below 1.\n"
                 '  Write Elastic("72GiB", slack=0.05).'

@@ -146,6 +146,11 @@ class Measurement:
                 raise RecomputeError("This measurement is over, so nothing more is counted. " + _AGAIN)
             for thing in things:
                 if isinstance(thing, nn.Module):
+                    if any(map(nn.parameter.is_lazy, (*thing.parameters(), *thing.buffers()))):
+                        raise ArgumentError(
+                            f"{type(thing).__name__} has parameters without a shape (a LazyModule), which take no "
+                            "memory yet.\n  Call it once before it is measured:  with torch.no_grad(): model(*batch)"
+                        )
                     for root in _roots(thing):
                         self._track_parameters(root.parameters())
                         self._mark(tuple(root.buffers()), BUFFERS)
@@ -417,7 +422,14 @@ def measure(
     Returns:
         A context manager that is also its own result.
     """
-    measurement = Measurement(None if device is None else torch.device(device))
+    try:
+        where = None if device is None else torch.device(device)
+    except RuntimeError:
+        raise ArgumentError(
+            f"measure(device={device!r}): what runs here is measured, on a device of torch's (cpu, cuda:0).\n"
+            f"  Leave device out; for another, which need not be here, write simulate(..., device={device!r})."
+        ) from None
+    measurement = Measurement(where)
     return measurement.track(*(thing for thing in (model, optimizer) if thing is not None))
 
 

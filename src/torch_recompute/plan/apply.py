@@ -296,7 +296,7 @@ def _check_called(choice: Choice, path: str, module: nn.Module) -> None:
             "region would never run.\n"
             f"  Name these:  Choice(({inner}, ...))   as one region, or a Choice for each."
         )
-    weight = getattr(module, "weight", None)
+    weight = getattr(module, "weight", None) if choice.with_loss else None  # it may be computed
     if choice.with_loss and not (isinstance(weight, torch.Tensor) and weight.dim() == 2):
         raise errors.ArgumentError(
             f"{path!r} is a {errors.kind(module)}, and with_loss=True is of the model's head: one linear layer, whose "
@@ -387,6 +387,9 @@ class _Placement:
         if path in self._modules:
             return self._modules[path]
         hint = close_to(path, self._modules, 3, repr)
+        within = getattr(self._model, "module", None)
+        if isinstance(within, nn.Module) and path in dict(within.named_modules()):
+            hint = f" The model is inside of {type(self._model).__name__}: apply(model.module, plan)."
         if "_orig_mod" in self._modules:
             hint = " torch.compile returned it: apply the plan to the model that was compiled, its ._orig_mod."
         raise errors.ArgumentError(
@@ -417,6 +420,11 @@ class _Placement:
 
 def _stores(plan: Plan, given: Mapping[str, Store]) -> dict[str, Store | None]:
     """The store for each word of the plan; None where inputs stay where they are."""
+    if not isinstance(given, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise errors.ArgumentError(
+            f"apply(stores=) takes a store for each word of the plan, but got {errors.say(given)}\n"
+            '  Write stores={"host": OnHost()}.'
+        )
     wanted = list(dict.fromkeys(choice.store for choice in plan.all_choices if choice.store))
     for word, store in given.items():
         if word not in wanted:
@@ -450,7 +458,8 @@ def _stores(plan: Plan, given: Mapping[str, Store]) -> dict[str, Store | None]:
 
 def not_applicable(model: object, plan: object) -> str:
     """Text for an `apply` of something that is no model or no plan."""
+    got = errors.say(plan if isinstance(model, nn.Module) else model)
     return (
-        f"apply(model, plan) needs a torch.nn.Module and a Plan, but got {errors.say(model)} and {errors.say(plan)}.\n"
-        "  Write:  handle = apply(model, RecomputeConfig(...).plan(model))"
+        f"a model is a torch.nn.Module and its plan is a Plan, but got {got}\n"
+        "  Write plan = RecomputeConfig(...).plan(model), or make_plan(...), and pass model and plan."
     )

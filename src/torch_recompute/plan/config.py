@@ -303,12 +303,12 @@ def _check_types(config: RecomputeConfig) -> None:
         listed = isinstance(modules, Sequence) and not isinstance(modules, (str, bytes))
         labels = listed and all(isinstance(label, str) and label for label in cast("Sequence[object]", modules))
         if modules is not None and not labels:
-            written = f"[{modules!r}]" if isinstance(modules, str) else '["core_attn", "layernorm"]'
+            labels = [one.strip() for one in modules.split(",")] if isinstance(modules, str) else ["core_attn", "mlp"]
             none = "recomputes nothing, which is the run to compare with"
             none = none if field == "recompute_modules" else "moves nothing"
             raise errors.ArgumentError(
                 f"{field} is {errors.say(modules)}, where a list of strings is expected.\n"
-                f"  Write {field}={written}; [] {none}."
+                f"  Write {field}={labels}; [] {none}."
             )
     for switch in SWITCHES:
         value = getattr(config, switch)

@@ -328,6 +328,11 @@ class Plan:
     graph_bytes: int | None = None
 
     def __post_init__(self) -> None:
+        wrong = (
+            [self.choices] if isinstance(self.choices, Choice) else [c for c in self.choices if type(c) is not Choice]
+        )
+        if wrong:
+            raise errors.ArgumentError(bad_plan(f"choices={errors.say(wrong[0])}, where a tuple of Choice is expected"))
         _check(self.choices)
         before: tuple[int, ...] | None = None
         for size in self.sizes:
@@ -448,6 +453,8 @@ class Plan:
 
     def diff(self, other: Plan) -> str:
         """Shows what turns this plan into the other, line by line; empty if they choose the same."""
+        if not isinstance(other, Plan):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise errors.ArgumentError(bad_plan(f"{errors.say(other)}, where diff compares with another"))
         mine, theirs = (
             [str(choice) for choice in plan.choices]
             + [f"compiled graph: {n:,} bytes" for n in (plan.graph_bytes,) if n is not None]
@@ -555,10 +562,11 @@ def read(text: str, build: Callable[[dict[str, Any]], T], refuse: Callable[[str]
     """
     try:
         data: Any = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, TypeError) as error:
         raise errors.ArgumentError(refuse(f"no JSON: {error}")) from None
-    if not isinstance(data, dict) or data.pop("version", None) != VERSION:  # pyright: ignore[reportUnknownMemberType]
-        raise errors.ArgumentError(refuse(f"this version of the library reads version {VERSION}"))
+    version: Any = data.pop("version", "none") if isinstance(data, dict) else "none"  # pyright: ignore[reportUnknownMemberType]
+    if version != VERSION:
+        raise errors.ArgumentError(refuse(f"its version is {version}, and this library reads version {VERSION}"))
     try:
         return build(data)
     except (KeyError, TypeError, AttributeError, ValueError) as error:

@@ -285,7 +285,7 @@ def _parsed(words: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
     for word in others:
         flag = word.partition("=")[0]
         if flag.startswith("-") and looks_like_ours(flag.lstrip("-"), names):
-            raise errors.ArgumentError(_unknown_field(flag, f"--{nearest(flag.lstrip('-'), names)}", ""))
+            raise errors.ArgumentError(_unknown_field(flag, f"--{nearest(flag[2:], (*names, GRANULARITY_FLAG))}", ""))
     return vars(known)
 
 

@@ -68,7 +68,7 @@ def calls_of(examples: Sequence[Batch | int], step: TrainingStep) -> list[Call]:
             )
         names = parameters(step.model)
         lengths = Lengths(names, *step.call)
-        calls = [lengths(length) for length in examples if isinstance(length, int)]
+        calls = [lengths(length) for length in sorted({length for length in examples if isinstance(length, int)})]
         return _rising(names, calls)
     if type(step.args) is not tuple or step.args:
         raise errors.ArgumentError(

@@ -66,6 +66,11 @@ def solve(profile: Profile, *, budget: int | float | str) -> Plan:
         BudgetError: No choice fits; it carries the least budget and the plan that reaches it.
         ArgumentError: The budget is invalid.
     """
+    if not isinstance(profile, Profile):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise errors.ArgumentError(
+            f"solve takes what a step costs, but got {errors.say(profile)}\n"
+            '  Write solve(profile(model, batch, loss=...), budget="24GiB"); a plan has it as plan.profile.'
+        )
     least = smallest(profile.costs)
     wanted = bytes_meant(budget, lambda: least.peak_bytes, profile.plain_peak_bytes, None)
     try:

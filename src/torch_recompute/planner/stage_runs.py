@@ -37,6 +37,7 @@ from ..simulation.copies import Faker
 from ..simulation.experts import share_experts
 from ..simulation.fake_mode import FakeMode
 from ..simulation.fully_sharded import ShardedStages, dtype_of, stages_of
+from ..simulation.made_up import floats
 from ..simulation.recording import SHARDING, Recording
 from ..simulation.step import held_by_libraries, step_as_there, where_it_runs
 from ..training_step import TrainingStep, loss_of
@@ -87,8 +88,8 @@ class _Layer:
     def enter(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         self.running = True
         leaves = _torch.tree_leaves((args, kwargs))
-        floats = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.is_floating_point()]
-        self.places = [i for i in floats if leaves[i].requires_grad] or floats[:1]
+        places = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and floats(x)]
+        self.places = [i for i in places if leaves[i].requires_grad] or places[:1]
         self.inputs = [leaves[i].detach().requires_grad_(leaves[i].requires_grad) for i in self.places]
 
     def leave(self, _: nn.Module, args: Any, result: Any) -> None:

@@ -29,6 +29,7 @@ from ..plan.apply import apply
 from ..plan.libraries import CacheSnapshot
 from ..plan.plan import Choice, Plan
 from ..simulation.fake_mode import FakeMode
+from ..simulation.made_up import floats
 from ..simulation.recording import SimulatedMeasurement
 from .cost import Option
 from .hosts import HostApart
@@ -46,7 +47,7 @@ class SegmentCall:
     @property
     def inputs(self) -> list[torch.Tensor]:
         """The tensors of the first call that come from the segments before: those with a gradient, else the first."""
-        tensors = [x for x in self.steps[0][1] if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        tensors = [x for x in self.steps[0][1] if isinstance(x, torch.Tensor) and floats(x)]
         return [tensor for tensor in tensors if tensor.requires_grad] or tensors[:1]
 
     def run(self, inputs: Sequence[torch.Tensor]) -> Any:

@@ -149,6 +149,8 @@ def simulate(
     if plan is not None and not isinstance(plan, Plan):
         raise errors.ArgumentError(not_applicable(model, plan))
     prepare = None if plan is None else partial(apply, plan=plan)
+    if rounding is not None and (type(rounding) is not int or rounding < 1):
+        raise errors.ArgumentError(errors.not_a_size("rounding", rounding))
     loop = Loop(hold_output, accumulate, set_to_none)
     step = TrainingStep.of("simulate", model, args, kwargs, loss, optimizer, device, loop)
     with at_work(f"simulating {type(model).__name__}"):
@@ -401,7 +403,8 @@ class _SimulatedStep:
             raise errors.ArgumentError(
                 f"the forward of {type(self._step.model).__name__} fails when it is called with {', '.join(given)}"
                 f"{path and f', in {path}'}: {str(error).partition(chr(10))[0]}\n"
-                "  Pass a batch with which model(...) itself can be called."
+                "  Pass a batch with which model(...) itself can be called. (sizes= and longest=True change the second "
+                "dimension of its first tensor.)"
             ) from error
 
     @contextmanager
