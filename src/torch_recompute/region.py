@@ -173,7 +173,7 @@ def recompute(
     if tiles is not None or type(tile_dim) is not int or tile_dim != 1:
         from .engine.tiles import check as check_tiles
 
-        check_tiles(tiles, tile_dim)
+        check_tiles(fn, tiles, tile_dim)
     for ambient in [state] if hasattr(state, "capture") else state:
         a_state = hasattr(ambient, "capture") and hasattr(ambient, "restore")
         if ambient is state or isinstance(ambient, type) or not a_state:

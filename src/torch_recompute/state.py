@@ -237,7 +237,8 @@ class TensorState:
     Buffers of modules are found without this; it is for tensors that the function reaches in other ways.
 
     Args:
-        *tensors: Tensors of any shape, dtype and device that do not require grad.
+        *tensors: Tensors of any shape, dtype and device that do not require grad; no parameters, of which every change
+            is an error.
     """
 
     def __init__(self, *tensors: torch.Tensor) -> None:

@@ -34,6 +34,25 @@ def plain_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "run", partial(run, settings=SETTINGS[:1]))
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--budget 50% --offload x", ("--offload x says neither", "Write --offload for as much", "--offload 64GiB")),
+        ("--budget 50% --accumulate 0", ("--accumulate is how many forwards",)),
+        ("--budget 50%", ("Let what MODEL names return the loss as well: (model, batch, loss)",)),
+        ("--budget 1KiB", ("--budget 1KiB is too small",)),
+    ],
+)
+def test_an_error_speaks_of_options(options: str, said: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    """An error of a function that the command calls names options and what MODEL returns, not Python's arguments."""
+    model = "support.models:with_a_loss" if "1KiB" in options else "support.models:without_a_loss"
+    assert cli.main(["plan", model, *options.split()]) in (2, 3)
+    text = capsys.readouterr().err
+    assert all(words in text for words in said), text
+    assert "offload=" not in text
+    assert "loss=lambda" not in text
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     """`--version` prints the version and succeeds."""
     with pytest.raises(SystemExit) as exit_:

@@ -44,7 +44,7 @@ def test_a_difference(capsys: pytest.CaptureFixture[str]) -> None:
     assert " differ (" in lines[0]
     assert "Sequential on cpu, a step with the plan (2 regions) beside one without" in " ".join(" ".join(lines).split())
     assert any(line.startswith("  the gradient of 1.scale differs by up to ") for line in lines)
-    assert "Likely: 1 (the step differs with this region alone)." in lines
+    assert "Likely: 1 (the step differs with this alone)." in lines
     assert cli.main(["verify", "support.nondeterministic:pair", "--plan", "good.json", "--quiet"]) == cli.OK
     assert "the same to the last bit" in " ".join(capsys.readouterr().out.split())
 

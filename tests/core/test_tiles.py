@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from support.models import Made
-from torch_recompute import measure, no_recompute, recompute
+from torch_recompute import ArgumentError, measure, no_recompute, recompute
 
 WIDTH, FAT, TOKENS = 6, 16, 11
 
@@ -447,3 +447,34 @@ def test_inputs_store_gets_the_tiles() -> None:
     module, x, store = make("mlp"), tokens(), Store([])
     assert_close(gradients(recompute(module, tiles=3, inputs=store), module, x), gradients(module, module, tokens()))
     assert sum(store.put_bytes) == x.nbytes
+
+
+MIXING: dict[str, tuple[Callable[[], nn.Module], int, bool]] = {
+    "attention": (lambda: nn.TransformerEncoderLayer(8, 2, batch_first=True, dropout=0.0), 1, True),
+    "attention, tokens first": (lambda: nn.TransformerEncoderLayer(8, 2, dropout=0.0), 0, True),
+    "attention, in tiles of sequences": (
+        lambda: nn.TransformerEncoderLayer(8, 2, batch_first=True, dropout=0.0),
+        0,
+        False,
+    ),
+    "recurrence": (lambda: nn.GRU(8, 8, batch_first=True), 1, True),
+    "batch norm": (lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(4)), 0, True),
+    "an MLP": (lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8)), 1, False),
+}
+
+
+@pytest.mark.parametrize("kind", MIXING)
+def test_what_mixes_tokens_is_refused_in_tiles(kind: str) -> None:
+    """Modules known to compute from several entries of the dimension are refused; others have their gradients."""
+    build, dim, mixes = MIXING[kind]
+    module = build()
+    if mixes:
+        with pytest.raises(ArgumentError, match=r"computes from several"):
+            recompute(module, tiles=2, tile_dim=dim)
+        return
+    found = []
+    for fn in (module, recompute(module, tiles=2, tile_dim=dim)):
+        module.zero_grad()
+        fn(torch.linspace(-1, 1, 4 * 6 * 8).view(4, 6, 8)).square().sum().backward()
+        found.append([p.grad for p in module.parameters()])
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(*found, strict=True))

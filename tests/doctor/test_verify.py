@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -80,10 +81,32 @@ def test_a_wrong_replay_is_placed() -> None:
     assert found.first.distance > 0.1
     assert "differs by up to" in found.first.detail
     assert (found.likely, found.tried) == (("2",), True)
-    assert "Likely: 2 (the step differs with this region alone)." in str(found)
+    assert "Likely: 2 (the step differs with this alone)." in str(found)
     assert json.loads(found.to_json())["likely"] == ["2"]
     # The list in which the layer counts its runs is not as the plain step leaves it.
     assert [row.name for row in found.differences if row.kind == "attributes"]
+
+
+class Cached(nn.Module):
+    """A model of a library: it computes otherwise where it keeps a cache, which a plan switches off in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config, self.layer = SimpleNamespace(use_cache=True), nn.Linear(8, 8)
+
+    def gradient_checkpointing_enable(self) -> None: ...
+
+    def forward(self, x: torch.Tensor, use_cache: bool | None = None) -> torch.Tensor:
+        cached = self.config.use_cache if use_cache is None else use_cache
+        return self.layer(x).tanh() * (1 + 1e-6 * cached)
+
+
+def test_what_every_plan_switches_is_no_fault_of_a_region() -> None:
+    """Where the step differs without any region too, the setting is named that every plan switches."""
+    found = verify(Cached(), (torch.randn(4, 8),), plan=Plan((Choice(("layer",)),)))
+    assert not found
+    assert found.likely == ("use_cache=False, which every plan sets in training",)
+    assert verify(Cached(), (torch.randn(4, 8), False), plan=Plan((Choice(("layer",)),)))
 
 
 def draws(layer: nn.Module, y: torch.Tensor, run: int) -> torch.Tensor:
@@ -161,7 +184,7 @@ def test_keywords_and_nested_arguments() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: verify(torch.sin, plan=Plan()), "needs a torch.nn.Module and a Plan"),  # type: ignore[arg-type]
+        (lambda: verify(torch.sin, plan=Plan()), "a model is a torch.nn.Module and its plan is a Plan"),  # type: ignore[arg-type]
         (lambda: verify(model(), 3, plan=Plan()), "takes the arguments of one call"),  # type: ignore[arg-type]
         (lambda: verify(model(), (), [1], plan=Plan()), "as a dict of names to values"),  # type: ignore[arg-type]
         (lambda: verify(model(), (batch(),), plan=Plan((Choice(("9",)),))), "has no module '9'"),

@@ -344,6 +344,11 @@ def inside(context: contextlib.AbstractContextManager[Any], misuse: Callable[[],
         return misuse()
 
 
+def by_hand() -> nn.Module:
+    """A layer whose attention is a function."""
+    return Made(lambda m, x: m.layer(x), layer=Block(8, True))
+
+
 class NoOptimizer:
     """Is called without parameters."""
 
@@ -1204,8 +1209,10 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: simulate(Scale(), (torch.ones(2),), rounding=-1),
     lambda: measure(nn.LazyLinear(4)),
     lambda: measure(device="h100"),
+    lambda: Ranks(param_dtype="bfloat16"),
     lambda: solve(Plan(), budget=0.5),
     lambda: make_plan(nn_linear(), (torch.ones(2, 3),), budget=0.5, sizes=64),
+    lambda: make_plan(nn_linear(), (torch.ones(2, 3, dtype=torch.float64),), budget=0.5),
     lambda: make_plan(nn_linear(), (torch.ones(2, 3),), budget=0.5, ranks=4),
     lambda: make_plan(nn_linear(), (torch.ones(2, 3),), budget=0.5, optimizer=NoOptimizer()),
     lambda: recompute(yields),
@@ -1213,6 +1220,8 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: recompute(torch.sin, state=[state.PythonRng]),
     lambda: recompute(torch.sin, elastic=Elastic),
     lambda: register("layer", Scale()),
+    lambda: recompute(nn.TransformerEncoderLayer(4, 2, batch_first=True), tiles=2),
+    lambda: apply(by_hand(), Plan((Choice(("layer",), tiles=2),))),
     lambda: make_plan(nn_linear(), (torch.ones(2, 3),), budget=0.5, loss="mse"),
     lambda: make_plan(nn_linear(), (torch.ones(2, 3),), budget=0.5, loss=nn.MSELoss),
     lambda: make_plan(nn_linear().requires_grad_(False), (torch.ones(2, 3),), budget=0.5),

@@ -136,3 +136,15 @@ LLAMA = {
     "num_key_value_heads": 1,
     "max_position_embeddings": 512,
 }
+
+
+def without_a_loss() -> tuple[nn.Module, torch.Tensor]:
+    """Two layers, whose result is no loss, and a batch."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in "ab")), torch.ones(
+        4, 8
+    )
+
+
+def with_a_loss() -> tuple[nn.Module, torch.Tensor, object]:
+    """The same with its loss."""
+    return *without_a_loss(), torch.sum

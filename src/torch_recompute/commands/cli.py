@@ -10,8 +10,9 @@ done (stderr says what was passed, what was expected and what to write); 3 it do
 from __future__ import annotations
 
 import argparse
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from torch_recompute_cli import new_parser
 
@@ -45,10 +46,24 @@ def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> i
     try:
         return args.command(args)
     except BudgetError as error:
-        print(f"torch-recompute: {error}", file=sys.stderr)
+        print(f"torch-recompute: {in_options(str(error), vars(args))}", file=sys.stderr)
         return TOO_SMALL
     except ArgumentError as error:
-        print(f"torch-recompute: error: {error}", file=sys.stderr)
+        print(f"torch-recompute: error: {in_options(str(error), vars(args))}", file=sys.stderr)
         return USAGE
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def in_options(text: str, options: Container[str]) -> str:
+    """An error's text in the words of a command line: `offload="64GiB"` is `--offload 64GiB` there."""
+
+    def written(found: re.Match[str]) -> str:
+        name, value = found[1], found[2].strip("'\"")
+        if name not in options:
+            return found[0]
+        return f"--{name.replace('_', '-')}" + (f" {value}" if value not in ("", "True") else "")
+
+    text = re.sub(r"""(?<![\w(.])(\w+)=("[^"]*"|'[^']*'|[\w.%]*)""", written, text)
+    said = "  Let what MODEL names return the loss as well: (model, batch, loss), where loss takes the model's output."
+    return re.sub(r"^  Say how .*loss=lambda.*$", said, text, flags=re.MULTILINE)

@@ -26,6 +26,7 @@ from .._text import at_work, counted, paragraph, shown
 from ..memory.batch import Batch, call_of
 from ..plan import Choice, Plan, apply
 from ..plan.apply import not_applicable
+from ..plan.libraries import switched
 from ..training_step import any_loss, with_labels
 from .compare import KINDS, Difference, ModelCall, Noise, differences
 
@@ -47,7 +48,7 @@ class Verification:
         counts: The number of things of each kind that were compared.
         noise: The largest distance between two plain steps; 0.0 if they are the same to the bit.
         differences: What differs, those nearest to the cause first.
-        likely: The regions that it comes from, the most likely first.
+        likely: The regions that it comes from, the most likely first; or the setting that every plan switches.
         tried: Whether each of `likely` was tried, and differs when it is the only region.
     """
 
@@ -109,7 +110,7 @@ class Verification:
             lines.append(f"  and {len(self.differences) - SHOWN} more")
         if self.likely:
             names = ", ".join(self.likely[:SHOWN]) + (" ..." if len(self.likely) > SHOWN else "")
-            how = "the step differs with this region alone" if self.tried else "by where the first difference is"
+            how = "the step differs with this alone" if self.tried else "by where the first difference is"
             lines += paragraph(f"Likely: {names} ({how}).", hanging=2)
             lines += ["Write, to see the operation: with the plan applied, print(audit(model, args))"]
         return "\n".join(lines)
@@ -158,7 +159,11 @@ def verify(
         comparison = _Comparison(ModelCall(model, *call), loss or any_loss)
         found, flipped = comparison.with_plan(model, plan)
         if found and found[0].kind != "error":  # what raised has said where
-            likely, tried = comparison.likely_regions(model, plan, found, flipped)
+            setting = switched(model, call[1])
+            if setting and comparison.with_plan(model, Plan())[0]:
+                likely, tried = (f"{setting}, which every plan sets in training",), True
+            else:
+                likely, tried = comparison.likely_regions(model, plan, found, flipped)
     return comparison.result(type(model).__name__, len(plan.all_choices), found, likely, tried)
 
 

@@ -20,10 +20,11 @@ function does with a parameter goes through autograd's own sum.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.autograd import Function
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -245,8 +246,40 @@ def _without_gaps(part: Any) -> Any:
     return part if reach <= part.numel() else part.clone()
 
 
-def check(tiles: Any, tile_dim: Any) -> None:
-    """Raises an `ArgumentError` for `tiles=` and `tile_dim=` that cannot be."""
+TOKENS = -2
+"""The dimension of tokens in a plan's tiles."""
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def _mixes(module: nn.Module, dim: int) -> bool:
+    """Whether a module of torch computes an entry of a dimension from several."""
+    if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
+        return dim in ((1, -2) if module.batch_first else (0, -3))
+    return isinstance(module, _BATCH_NORMS)
+
+
+def refuse_mixing(fn: object, dim: int, also: Collection[str] = ()) -> None:
+    """Raises an `ArgumentError` for a module in tiles in which something is known to compute from several tokens.
+
+    Args:
+        fn: What is to be called in tiles; of a function nothing is known.
+        dim: The dimension that is cut.
+        also: The paths below `fn` of other modules that mix tokens.
+    """
+    for path, module in fn.named_modules() if isinstance(fn, nn.Module) else ():
+        if _mixes(module, dim) or path in also:
+            where = f"{path} ({type(module).__name__})" if path else type(module).__name__
+            raise errors.ArgumentError(
+                f"tiles= is for what acts on each token on its own, and {where} computes from several: in tiles each "
+                "would see those of its tile alone, and results would be others.\n"
+                "  Call the parts in tiles that do not mix tokens, such as the MLP, and leave tiles out of the rest."
+            )
+
+
+def check(fn: object, tiles: Any, tile_dim: Any) -> None:
+    """Raises an `ArgumentError` for `tiles=` and `tile_dim=` that cannot be, or not of this function."""
+    if tiles is not None:
+        refuse_mixing(fn, tile_dim)
     if tiles is None and type(tile_dim) is int and tile_dim != 1:
         raise errors.ArgumentError(
             f"tile_dim={tile_dim} has no effect without tiles=: the region is not cut.\n"

@@ -424,11 +424,14 @@ def measure(
     """
     try:
         where = None if device is None else torch.device(device)
+        here = where is None or where.type != "cuda" or torch.cuda.is_available()
     except RuntimeError:
+        where, here = None, False
+    if not here:
         raise ArgumentError(
             f"measure(device={device!r}): what runs here is measured, on a device of torch's (cpu, cuda:0).\n"
             f"  Leave device out; for another, which need not be here, write simulate(..., device={device!r})."
-        ) from None
+        )
     measurement = Measurement(where)
     return measurement.track(*(thing for thing in (model, optimizer) if thing is not None))
 

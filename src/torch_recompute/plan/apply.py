@@ -29,8 +29,9 @@ from .libraries import CachesFromSnapshot, CheckpointingSwitch, NoCacheInTrainin
 from .observe import Figures, watching
 from .plan import Plan, made_elastic
 from .report import Report, Row
-from .roles import inside
+from .roles import inside, relative
 from .sizes import BySize, Sizes
+from .units import find_units
 from .wrappers import (
     Chain,
     ChainedRegion,
@@ -275,16 +276,18 @@ def _check_modules(model: nn.Module, modules: Mapping[str, nn.Module], plan: Pla
                 "model would nest their regions.\n"
                 "  Take the first one out:  handle.remove()   (the handle is what apply returned)"
             )
+    placed = {path for choice in plan.all_choices for path in choice.modules}
     for path, expected in sorted(plan.modules, key=lambda row: not row[0]):  # the model itself last
         found = described(modules[path]) if path in modules else "nothing"
-        if found != expected and not path and "" not in (name for one in plan.all_choices for name in one.modules):
-            warnings.warn(_of_another_model(plan, expected, found), RuntimeWarning, stacklevel=3)
-        elif found != expected:
+        if found == expected:
+            continue
+        if path or path in placed:
             raise errors.ArgumentError(
                 f"the plan was made for a model with {expected} at {path!r}; this model has {found} there.\n"
                 "  Make the plan again for this model, as it is when the plan is applied:  make_plan(model, args, "
                 "budget=...)"
             )
+        warnings.warn(_of_another_model(plan, expected, found), RuntimeWarning, stacklevel=3)
 
 
 def _check_called(choice: Choice, path: str, module: nn.Module) -> None:
@@ -340,6 +343,8 @@ class _Placement:
         for path, module in zip(choice.paths, chain.modules, strict=True):
             self._check_once(choice, path, module)
             _check_called(choice, path, module)
+            if choice.tiles and not choice.with_loss:
+                self._check_tiles(path, module)
             if choice.offload:
                 self._add_other(Offloaded(module, path, choice, store), path, choice)
                 continue
@@ -354,6 +359,13 @@ class _Placement:
             there = self._modules
             region.kept = [(there[at] if at else None, kind) for at, kind in within if not at or at in there]
             self._regions.append(region)
+
+    def _check_tiles(self, path: str, module: nn.Module) -> None:
+        """Refuses tiles of a module that holds an attention, or what else is known to mix tokens."""
+        from ..engine.tiles import TOKENS, refuse_mixing
+
+        mixing = find_units(self._model).by_role("attention", "mixer", within=path)
+        refuse_mixing(module, TOKENS, [relative(unit.path, path) for unit in mixing])
 
     def add_kept(self, choice: Choice) -> None:
         """Adds what the regions of a choice keep: modules, and kinds of calls in them."""

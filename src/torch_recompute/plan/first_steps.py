@@ -47,6 +47,7 @@ TOLERANCE = 0.005  # of the promise
 MOST_CALLS = 64  # of a step whose end shows neither in an optimizer nor in gradients
 COUNTING = ("cuda",)  # devices whose allocator counts a peak
 ALONE = "another plan would not change it"
+_ONE_BACKWARD = "and one backward(), of the sum of the losses (a gradient penalty needs both)"
 
 
 @dataclass(frozen=True)
@@ -330,7 +331,7 @@ class FirstSteps(ForwardWrapper):
             yield Deviation(what, otherwise="and backward() without retain_graph=True in the last use", options=None)
         elif any(call.again for call in calls) and self._handle.plan.modules:
             what = "a second backward goes through one forward, and the first keeps all that it rebuilds"
-            yield Deviation(what, otherwise="and one backward(), of the sum of the losses", options=None)
+            yield Deviation(what, otherwise=_ONE_BACKWARD, options=None)
         yield from self._of_peak()
 
     def _of_layers(self, calls: Sequence[_Call]) -> Iterator[Deviation]:

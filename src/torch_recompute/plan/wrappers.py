@@ -296,7 +296,7 @@ class Region(ForwardWrapper):
             return run(options, fn, args, kwargs)
         from ..engine import tiles
 
-        return tiles.run(partial(run, options), fn, self.name, self.choice.tiles, -2, args, kwargs)
+        return tiles.run(partial(run, options), fn, self.name, self.choice.tiles, tiles.TOKENS, args, kwargs)
 
     def traced(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], region: Callable[..., Any]

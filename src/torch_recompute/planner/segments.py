@@ -152,7 +152,8 @@ class _Capture:
             raise errors.ArgumentError(
                 f"{type(step.model).__name__} has no module that a plan could recompute: none that is called in a "
                 "forward holds a product.\n"
-                '  Name one by hand: torch_recompute.register("layer", MyBlock)'
+                "  Call layers as layer(x), since layer.forward(x) passes a plan by; or name one by hand: "
+                'torch_recompute.register("layer", MyBlock)'
             )
         return self._captured
 

@@ -81,7 +81,7 @@ class Faker:
             return value
         try:
             return self.copy(value)
-        except (TypeError, RuntimeError, AttributeError, copy.Error):  # a file, a lock, a logger's
+        except _NOT_COPIED:
             return value
 
     def loss(self, loss: Any) -> tuple[Any, list[nn.Module]]:
@@ -193,7 +193,10 @@ def over_copies(value: Any, memo: dict[int, Any]) -> Any:
         return _function(value, memo, over)
     if isinstance(value, tuple):
         return tuple(map(over, cast("tuple[Any, ...]", value)))
-    made = memo[id(value)] = copy.copy(value)  # before its elements, of which one may be itself
+    try:
+        made = memo[id(value)] = copy.copy(value)  # before its elements, of which one may be itself
+    except _NOT_COPIED:
+        return value
     if isinstance(value, list):
         made[:] = map(over, cast("list[Any]", value))
     else:
@@ -284,6 +287,7 @@ def _function(fn: Any, memo: dict[int, Any], reached: Callable[[Any], Any]) -> A
 
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, partial)
+_NOT_COPIED = (TypeError, RuntimeError, AttributeError, copy.Error)  # raised for a file, a lock, a logger's
 
 
 class _Copying(TorchFunctionMode):

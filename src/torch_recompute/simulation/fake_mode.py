@@ -45,6 +45,7 @@ from .recipes import DRAWS, GROUPED, MASKED, UNKNOWN, Recipes, key_of, kind_of
 
 aten: Any = torch.ops.aten
 _DEVICE: Any = torch.ops.prim.device.default
+_UNCHECKED = {aten.mm.default, aten.addmm.default}  # of whose operands the meta kernels do not compare the dtypes
 _DROPOUT_STATE: Any = aten._cudnn_init_dropout_state.default
 
 
@@ -238,6 +239,9 @@ class FakeMode(TorchDispatchMode):
     def _simulated(self, func: Any, args: Any, kwargs: Any, real: bool) -> Any:
         if real:
             args, kwargs = self._all_fake(args), self._all_fake(kwargs)
+        if func in _UNCHECKED and args[-2].dtype != args[-1].dtype:
+            self.failed_in = self._where()
+            raise RuntimeError(f"mat1 and mat2 have to be of one dtype, but are {args[-2].dtype} and {args[-1].dtype}")
         try:
             return self._recipes.result(func, args, kwargs)
         except NOT_FAKED as error:
