@@ -175,7 +175,7 @@ def test_the_entry_hands_a_command_over() -> None:
     code = "import torch_recompute_cli as cli; cli.main(['plan', 'gpt2-xl', '--budget', 'some'])"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert run.returncode == cli.USAGE
-    assert "budget='some' is not a budget" in run.stderr
+    assert "--budget some is not a budget" in run.stderr
 
 
 @pytest.mark.parametrize("shell", SHELLS)

@@ -460,7 +460,7 @@ def test_the_training_loop(capsys: pytest.CaptureFixture[str]) -> None:
     assert loop == {**loop, **said, "autocast": "bfloat16", "loss": "loss=mean"}
     assert found == {**found, **said}
     assert cli.main(["plan", "this_test:pair", "--budget", "40%", "--accumulate", "0"]) == cli.USAGE
-    assert "accumulate= is how many forwards and backwards" in capsys.readouterr().err
+    assert "--accumulate is how many forwards and backwards" in capsys.readouterr().err
     assert cli.main(["plan", "gpt2-xl", "--budget", "40%", "--pp", "2", "--accumulate", "2"]) == cli.USAGE
     assert "--accumulate" in capsys.readouterr().err
 
@@ -513,7 +513,7 @@ def test_a_budget_that_no_plan_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*argv, "--budget", "10KiB"]) == cli.TOO_SMALL == 3
     output = capsys.readouterr()
     assert output.out == ""
-    assert "budget=10KiB is too small for a step of this model" in output.err
+    assert "--budget 10KiB is too small for a step of this model" in output.err
     assert "Write --budget " in output.err
     assert ".solution" not in output.err
     least = output.err.split(" bytes)")[0].split("(")[-1]

@@ -12,7 +12,8 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Container, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch_recompute_cli import new_parser
 
@@ -55,12 +56,12 @@ def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> i
         return INTERRUPTED
 
 
-def in_options(text: str, options: Container[str]) -> str:
-    """An error's text in the words of a command line: `offload="64GiB"` is `--offload 64GiB` there."""
+def in_options(text: str, options: Mapping[str, Any]) -> str:
+    """An error's text in the words of a command line: `offload="64GiB"` is `--offload 64GiB` where that was given."""
 
     def written(found: re.Match[str]) -> str:
         name, value = found[1], found[2].strip("'\"")
-        if name not in options:
+        if options.get(name) is None or name.startswith("recompute_"):  # else it is of a file that was read
             return found[0]
         return f"--{name.replace('_', '-')}" + (f" {value}" if value not in ("", "True") else "")
 
