@@ -53,7 +53,7 @@ R = TypeVar("R")
 @tracing.as_it_is
 def call(options: Options, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls `fn` as a region. The caller has seen to it that grad is enabled."""
-    if transform_level() is not None or dual_level() >= 0:
+    if transform_level() is not None or dual_level() >= 0:  # `transforming`, without its call
         warnings.warn(_under_a_transform(options.name), RuntimeWarning, stacklevel=2)
         return fn(*args, **kwargs)
     outer = thread.run

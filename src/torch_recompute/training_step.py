@@ -141,12 +141,6 @@ def elements(weight: torch.Tensor) -> int:
 # --- losses ---
 
 
-def takes(function: object) -> bool:
-    """Whether a function takes an argument, as far as its signature says."""
-    signature = signature_of(function)
-    return signature is None or bool(signature.parameters)
-
-
 def needs(loss: object) -> int:
     """Returns the number of arguments that a loss has to be given; 1 where its signature is not known."""
     signature = None if loss is None else signature_of(loss)
@@ -334,6 +328,12 @@ def _bytes_of_state(optimizer: Callable[[Any], torch.optim.Optimizer], dtype: to
     return sum(state.itemsize for state in states if state.numel() == weight.numel())
 
 
+def _takes_a_list(make: object) -> bool:
+    """Whether a function can be called with parameters, as far as its signature says."""
+    signature = signature_of(make)
+    return signature is None or bool(signature.parameters)
+
+
 def optimizer_of(what: str, optimizer: object, model: nn.Module | None = None) -> Any:
     """The optimizer that is meant: one of the model's parameters, a function from these to one, or None.
 
@@ -356,10 +356,8 @@ def optimizer_of(what: str, optimizer: object, model: nn.Module | None = None) -
             f"  Write one of these{'' if what.startswith('-') else f', or a class: {_CLASS}'}."
         )
     _check_counted(said, optimizer)
-    no_list = callable(optimizer) and not isinstance(optimizer, type) and not takes(optimizer)
-    if no_list or (
-        optimizer is not None and not callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer)
-    ):
+    known = optimizer is None or isinstance(optimizer, (type, torch.optim.Optimizer))
+    if not known and not (callable(optimizer) and _takes_a_list(optimizer)):
         raise errors.ArgumentError(
             f"{said} is {errors.say(optimizer)}; expected a name, a class, a function from a list of parameters to an "
             f"optimizer, or an optimizer of the model's parameters.\n  Write {_CLASS}."

@@ -183,7 +183,7 @@ class FakeMaker:
 
 
 def device_of(tensor: torch.Tensor) -> torch.device:
-    """A tensor's device; a fake one is not asked by way of the dispatcher."""
+    """A tensor's device; of a fake one, without the dispatcher."""
     return cast("Any", tensor).fake_device if type(tensor) is FakeTensor else tensor.device
 
 

@@ -67,7 +67,7 @@ def members(args: Sequence[Any]) -> frozenset[int] | None:
 def let_go(outputs: Iterable[torch.Tensor]) -> None:
     """Detaches the outputs of the last stage, which are kept until the step ends, from their graph; views cannot be.
 
-    The graph of a view stays, with whatever the backward has not let go of.
+    The graph of a view stays, with what the backward has not freed.
     """
     for output in outputs:
         if not output._is_view():

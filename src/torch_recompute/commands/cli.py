@@ -61,7 +61,7 @@ def in_options(text: str, options: Mapping[str, Any]) -> str:
 
     def written(found: re.Match[str]) -> str:
         name, value = found[1], found[2].strip("'\"")
-        if options.get(name) is None or name.startswith("recompute_"):  # else it is of a file that was read
+        if options.get(name) is None or name.startswith("recompute_"):  # of a file, or a field of the same name
             return found[0]
         return f"--{name.replace('_', '-')}" + (f" {value}" if value not in ("", "True") else "")
 

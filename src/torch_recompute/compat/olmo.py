@@ -97,7 +97,7 @@ class OutputDiscardCheckpoint:
         Without grad, and inside `torch.compile`, where the partitioner decides, it does nothing.
 
         Args:
-            hook_tensor: A tensor computed from the output by all the operations that are to let go of it, such as the
+            hook_tensor: A tensor computed from the output by all the operations that are to free it, such as the
                 consumer's result.
 
         Raises:

@@ -6,7 +6,7 @@ rebuilt; in a replay, whose graph is dropped at once, the tensor itself, detache
 autograd's own check, which hooks switch off.
 
 A rebuilt tensor lives as long as plain autograd would keep it: to the end of the node that reads it, where the graph is
-not retained; else its slot lets go of it once it is read (`RegionCall.let_go`). Rejected: to let go in both cases as
+not retained; else its slot drops it once it is read (`RegionCall.let_go`). Rejected: to drop it in both cases as
 soon as the node has read it. It took a twentieth of what a region costs, and frees one reduced bias earlier.
 """
 
@@ -29,7 +29,7 @@ class Owner(Protocol):
     """The interface a slot needs from its region call."""
 
     name: str
-    transient: bool  # what is read is let go of, as far as the owner can say
+    transient: bool  # what is read is dropped, as far as the owner can say
     streams: tuple[Any, ...]  # those that the forward ran on; none where no accelerator is in use
 
     def rebuild(self, slot: Slot) -> torch.Tensor:

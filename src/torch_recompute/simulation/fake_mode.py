@@ -239,10 +239,10 @@ class FakeMode(TorchDispatchMode):
     def _simulated(self, func: Any, args: Any, kwargs: Any, real: bool) -> Any:
         if real:
             args, kwargs = self._all_fake(args), self._all_fake(kwargs)
-        if func in _UNCHECKED and args[-2].dtype != args[-1].dtype:
-            self.failed_in = self._where()
-            raise RuntimeError(f"mat1 and mat2 have to be of one dtype, but are {args[-2].dtype} and {args[-1].dtype}")
         try:
+            if func in _UNCHECKED and args[-2].dtype != args[-1].dtype:
+                both = f"{args[-2].dtype} and {args[-1].dtype}"
+                raise RuntimeError(f"mat1 and mat2 have to be of one dtype, but are {both}")
             return self._recipes.result(func, args, kwargs)
         except NOT_FAKED as error:
             raise errors.RecomputeError(_cannot_simulate(str(func), self._where(), error)) from error

@@ -4,7 +4,7 @@ A region keeps its inputs, and what its saved calls store. Where these bytes are
 device, in host memory, sharded over other ranks. A `Store` is that decision; the engine calls `put` once per tensor
 in forward and `get` when backward needs it, and knows nothing else about it.
 
-`store.py` is the protocol, and what the engine asks of every store. The rest is loaded when it is first used: `host.py`
+`store.py` is the protocol, and what the engine needs of a store. The rest is loaded when it is first used: `host.py`
 is host memory, and which tensors go there; `transfers.py` copies them; `disk.py` is a file, to which they go in the
 same order; `measured.py` measures how fast the copies are, and keeps all that is measured on this machine.
 """

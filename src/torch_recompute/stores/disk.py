@@ -249,7 +249,7 @@ class Files(Direct):
     """Copies to the file of a store and back.
 
     A tensor on the CPU is written from a copy, since what changes it meanwhile need not say so (`.data`, statistics of
-    a BatchNorm); one on a device by way of (pinned) host memory. Either is free again once it is written.
+    a BatchNorm); one on a device through (pinned) host memory. Either is free again once it is written.
     """
 
     direct = False

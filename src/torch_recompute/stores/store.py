@@ -115,6 +115,6 @@ class Kept:
                 "  get(put(tensor)) must return a tensor of the same shape, dtype, device and values."
             )
         held = tensor.detach()
-        if self._of_constant:
+        if self._of_constant:  # views of it ask whether what it is a view of requires grad
             held = held.view_as(held)
         return held.requires_grad_() if self._grad else held

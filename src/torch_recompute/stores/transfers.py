@@ -354,7 +354,7 @@ class TransferQueue:
 
         def forget(ref: weakref.ref[HostCopy]) -> None:
             self._dropped.append((storage, ref))
-            if self.lock.acquire(blocking=False):  # else whoever holds it may be waiting for this thread
+            if self.lock.acquire(blocking=False):  # else its holder may be waiting for this thread
                 try:
                     self._forget()
                 finally:
