@@ -37,6 +37,7 @@ from torch.utils.checkpoint import GraphExecGroup, set_checkpoint_debug_enabled,
 
 import torch_recompute
 from laws.watch import vector
+from support.acted import copies_as_on_cuda
 from torch_recompute import _torch
 
 MODULES = ("checkpoints", "compiler", "cuda", "devices", "fakes", "graphs", "modes", "storages")
@@ -465,12 +466,13 @@ each(
 )
 
 
-@row("copy_each", [[1, 1], [2, 2, 2]])
+@row("copy_each", ([[1, 1], [2, 2, 2]], [0, 0]))
 def copies(t: Any) -> Any:
-    """Each tensor of one list takes the values of that of the other."""
+    """Each tensor of one list takes the values of that of the other, and keeps its version where that is asked for."""
     targets = [torch.zeros(2), torch.zeros(3)]
-    t.copy_each(targets, [torch.ones(2), torch.full((3,), 2.0)])
-    return [target.tolist() for target in targets]
+    with copies_as_on_cuda(), t.versions_kept():
+        t.copy_each(targets, [torch.ones(2), torch.full((3,), 2.0)])
+    return [target.tolist() for target in targets], [target._version for target in targets]
 
 
 @row("set_grad_enabled", [False, True])
@@ -893,11 +895,14 @@ def a_layout_over_memory(t: Any) -> Any:
 each("fakes.host_of", ["cpu"], torch.ones(1), view=str)
 
 
-@row("fakes.failures_unlogged", (False, True, False))
+@row("fakes.fakes_quiet", (False, True, False))
 def failures_of_fakes_are_not_logged(t: Any) -> Any:
-    """Inside, what fails on fake tensors is not logged; before and after it is."""
+    """Inside, what fails on fake tensors is not logged and their address is no warning; before and after it is."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
-    with t.fakes.failures_unlogged():
+    with torch._subclasses.FakeTensorMode():
+        fake = torch.ones(1)
+    with t.fakes.fakes_quiet():
+        torch._C.TensorBase.data_ptr(fake)
         inside = log.disabled
     return False, inside, log.disabled
 

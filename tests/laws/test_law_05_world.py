@@ -17,6 +17,7 @@ from laws.cases import BY_NAME
 from laws.placements import PLACEMENTS, PLAIN
 from laws.table import for_each
 from laws.watch import Operations, assert_same, backward, left_by, ones
+from support.acted import copies_as_on_cuda
 from torch_recompute import no_recompute, recompute
 
 places = for_each(placement=PLACEMENTS)
@@ -237,6 +238,19 @@ def test_training_flag_turned_off_before_backward():
         grads.append((model[0].weight.grad, model[2].running_mean, model[2].num_batches_tracked))
     for got in grads[1:]:
         assert all(map(torch.equal, got, grads[0]))
+
+
+@pytest.mark.parametrize("wrap", [recompute, lambda fn: recompute(recompute(fn))], ids=["region", "nested"])
+def test_buffers_that_are_put_back_by_a_kernel_that_raises_versions(wrap):
+    """On CUDA too a replay leaves the versions of a module's buffers, which another call's backward reads as well."""
+
+    def grads(wrap):
+        norm, x = nn.BatchNorm1d(3), ones(4, 3)
+        with copies_as_on_cuda():
+            (norm(x).sin() + wrap(lambda y: norm(y).sin())(x)).sum().backward()
+        return x.grad, norm.weight.grad, norm.running_mean, norm.running_var
+
+    assert all(map(torch.equal, grads(wrap), grads(lambda fn: fn)))
 
 
 def test_nothing_is_copied_that_was_not_touched():

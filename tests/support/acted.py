@@ -1,8 +1,10 @@
-"""What a test machine acts: the statistics of a CUDA allocator, a terminal."""
+"""What a test machine acts: the statistics of a CUDA allocator, a kernel of CUDA, a terminal."""
 
 from __future__ import annotations
 
+import contextlib
 import io
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import pytest
@@ -16,6 +18,20 @@ class Terminal(io.StringIO):
 
     def isatty(self) -> bool:
         return True
+
+
+@contextlib.contextmanager
+def copies_as_on_cuda() -> Generator[None]:
+    """A context in which a copy of several tensors raises their versions wherever it runs, as CUDA's kernel does."""
+    copy = torch._foreach_copy_
+
+    def raising(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+        copy(targets, values)
+        torch.autograd.graph.increment_version(targets)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "_foreach_copy_", raising)
+        yield
 
 
 class ActedAllocator:

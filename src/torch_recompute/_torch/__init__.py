@@ -209,12 +209,17 @@ def _clone_each(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
     return into
 
 
-clone_each: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
-clone_each = getattr(torch, "_foreach_clone", _clone_each)  # since torch 2.12
-"""Copies each tensor; on a device in one launch if they are alike."""
+clone_each: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]] = getattr(torch, "_foreach_clone", _clone_each)
+"""Copies each tensor; on a device in one launch if they are alike. Since torch 2.12."""
 
-copy_each: Callable[[list[torch.Tensor], Any], None] = torch._foreach_copy_
-"""Copies each tensor of the second list into that of the first; on a device in one launch if they are alike."""
+
+def copy_each(tensors: Sequence[torch.Tensor], values: Any) -> None:
+    """Copies each tensor of the second list into that of the first; on a device in one launch if they are alike.
+
+    CUDA's launch raises versions itself, within `versions_kept` too: it gets aliases, which have versions of their own.
+    """
+    torch._foreach_copy_([tensor.data for tensor in tensors], values)
+
 
 versions_kept: Callable[[], contextlib.AbstractContextManager[None]] = _C._AutoDispatchBelowADInplaceOrView
 """A context without autograd, in which no version rises: another thread may read one at any moment."""

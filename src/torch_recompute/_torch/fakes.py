@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import operator
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
@@ -51,13 +52,18 @@ def flex_uncompiled() -> Generator[None]:
 
 
 @contextmanager
-def failures_unlogged() -> Generator[None]:
-    """A context in which a failing operation on fake tensors is not logged as well, unless our own log is verbose."""
+def fakes_quiet() -> Generator[None]:
+    """A context in which torch says nothing of fake tensors itself, unless our own log is verbose.
+
+    It would log an operation that fails besides raising, and warn where a kernel such as cuDNN's LSTM reads an address.
+    """
     log = logging.getLogger(_fake_tensor.__name__)
     before = log.disabled
     log.disabled = before or not logging.getLogger("torch_recompute").isEnabledFor(logging.DEBUG)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+            yield
     finally:
         log.disabled = before
 

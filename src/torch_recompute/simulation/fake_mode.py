@@ -28,7 +28,7 @@ from .._torch.fakes import (
     answer_for,
     converted,
     device_of,
-    failures_unlogged,
+    fakes_quiet,
     flex_uncompiled,
     traced,
 )
@@ -111,7 +111,7 @@ class FakeMode(TorchDispatchMode):
         with ExitStack() as stack:
             stack.enter_context(generators_as_before())
             stack.enter_context(flex_uncompiled())
-            stack.enter_context(failures_unlogged())
+            stack.enter_context(fakes_quiet())
             stack.enter_context(converted(lambda *found: errors.ArgumentError(_converts(self._where(), *found))))
             if self.capability is not None:
                 stack.enter_context(autocast_of_cuda())
