@@ -44,7 +44,7 @@ from .engine.saved_call import SavedCall, call_again, record_call, stored_call, 
 from .observer import Observer, Running, here, observing
 from .state import DEFAULT, Ambient
 from .stores import OnDevice, Store
-from .values import Run, kept_in_graph, name_of, thread
+from .values import Run, kept_in_graph, name_of, named_as, thread
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -79,8 +79,7 @@ def run(options: Options, fn: Callable[..., Any], args: tuple[Any, ...], kwargs:
 
 def _without_grad(name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A region called under `no_grad` inside another: the plain call, with values and records of its own."""
-    outer = thread.run
-    assert outer is not None
+    outer: Any = thread.run
     outer.event()
     run = Run(name, outer.ambients)
     if outer.replaying:
@@ -182,7 +181,6 @@ def recompute(
     make = None if elastic is None else checked_pool(elastic).calls(fn, label)
     options = Options(label, inputs, (*DEFAULT, *state), check, early_stop, tile=tiles is not None, make=make)
 
-    @functools.wraps(fn, updated=())
     def region(*args: P.args, **kwargs: P.kwargs) -> R:
         if name is not None and thread.overrides is not None:
             thread.overrides.region(name)
@@ -194,7 +192,7 @@ def recompute(
             return call(options, fn, args, kwargs)
         return run(options, fn, args, kwargs)
 
-    return region
+    return named_as(fn, region)
 
 
 @tracing.within_caller
@@ -226,6 +224,8 @@ def trace(
             return _run_untraced(options.name or name_of(fn), compiler, engine)
         finally:
             tracing.set_compiler(compiler)
+    if torch.compiler.is_exporting():  # one graph, which nobody partitions
+        return fn(*args, **kwargs)
     if options.store is not None or options.make or len(options.ambients) > len(DEFAULT) or options.check == "values":
         tracing.say(_untraceable(options))
     if thread.untraced and not thread.traced:
@@ -367,7 +367,6 @@ def no_recompute(
     store = checked_store("store", store)
     label = name or name_of(fn)
 
-    @functools.wraps(fn, updated=())
     def saved_call(*args: P.args, **kwargs: P.kwargs) -> R:
         if name is not None and thread.overrides is not None:
             instead = thread.overrides.saved_call(name, fn)
@@ -375,7 +374,7 @@ def no_recompute(
                 return instead(*args, **kwargs)
         return keep(label, fn, args, kwargs, store, values_unused)
 
-    return saved_call
+    return named_as(fn, saved_call)
 
 
 @tracing.as_it_is

@@ -362,6 +362,11 @@ def name_of(fn: Any) -> str:
     return str(getattr(fn, "__name__" if short else "__qualname__", None) or type(fn).__qualname__)
 
 
+def named_as(fn: Callable[..., Any], wrapper: Callable[P, R]) -> Callable[P, R]:
+    """Gives a wrapper the name and the signature of `fn`; not while Dynamo traces, which can set no attribute of it."""
+    return wrapper if torch.compiler.is_compiling() else functools.wraps(fn, updated=())(wrapper)
+
+
 @tracing.as_it_is
 def replay(fn: Callable[P, R]) -> Callable[P, R]:
     """Wraps a choice: in a region, its result in forward is its result in the replay; `fn` is not called again.
@@ -384,7 +389,6 @@ def replay(fn: Callable[P, R]) -> Callable[P, R]:
         raise errors.ArgumentError(errors.not_callable("replay", fn))
     name = f"replay({name_of(fn)})"
 
-    @functools.wraps(fn, updated=())
     def choose(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
             return kept_in_graph(fn, args, kwargs)
@@ -428,7 +432,7 @@ def replay(fn: Callable[P, R]) -> Callable[P, R]:
         run.writing().records.append(ReplayedValue(name, Values(result), advanced(run.ambients, before)))
         return result
 
-    return choose
+    return named_as(fn, choose)
 
 
 @_torch.see_through

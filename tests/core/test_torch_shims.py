@@ -666,6 +666,7 @@ VMAP, DUAL = lambda look: torch.func.vmap(lambda x: (x, look())[0])(torch.ones(2
 ask("modes.transforming", [False, True, True], VMAP, DUAL)
 ask("modes.transform_level", [None, 1], VMAP)
 ask("modes.dual_level", [-1, 0], DUAL)
+ask("modes.overriding", [True, False], within(torch._C.DisableTorchFunctionSubclass()))
 
 
 # --- compiled and traced code -----------------------------------------------------------------------------------------

@@ -223,6 +223,141 @@ def test_hooks_of_the_forward_alone_are_gone_again():
     assert [len(one._forward_pre_hooks) for one in module] == [1, 0]
 
 
+class Tripling(torch.Tensor):
+    """Triples what `sin` returns, as a subclass with functions of its own."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        return result * 3 if func in (torch.sin, torch.Tensor.sin) else result
+
+
+@places
+def test_functions_that_a_subclass_overrides(placement):
+    """A replay calls the functions of a tensor's class, also where backward is called on a tensor of that class."""
+
+    def grad(where):
+        x = ones(3).detach().as_subclass(Tripling).requires_grad_()
+        where.put(torch.cos, torch.sin, torch.exp)(x).sum().backward()
+        return x.grad.as_subclass(torch.Tensor)
+
+    assert torch.equal(grad(placement), grad(PLAIN))
+    assert torch._C._is_torch_function_enabled()
+
+
+def test_functions_that_are_switched_off_around_backward():
+    """A replay leaves it as it is where functions of classes and modes are all switched off."""
+    x = ones(3)
+    out = recompute(lambda x: x.sin().exp())(x).sum()
+    with torch._C.DisableTorchFunction():
+        out.backward()
+        assert torch._C._is_torch_function_all_disabled()
+    assert torch.equal(x.grad, x.detach().cos() * x.detach().sin().exp())
+
+
+@places
+def test_gradients_for_several_vectors_by_vmap(placement):
+    """A replay within `torch.vmap` over a gradient is that of the forward, which was outside of it."""
+
+    def rows(where):
+        torch.manual_seed(0)
+        x, layer = ones(4), nn.Linear(4, 4)
+        y = where.put(layer, torch.tanh, nn.Dropout(0.5))(x)
+        return torch.vmap(lambda v: torch.autograd.grad(y, x, v, retain_graph=True)[0])(torch.eye(4))
+
+    assert torch.equal(rows(placement), rows(PLAIN))
+
+
+class Observed(nn.Module):
+    """Keeps the largest value that it has seen, in a buffer to which its first forward gives memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("largest", torch.tensor([]))
+
+    def forward(self, x):
+        seen = x.detach().max()
+        seen = torch.maximum(self.largest, seen) if self.largest.numel() else seen
+        self.largest.resize_(()).copy_(seen)
+        return x * self.largest.clone()
+
+
+@places
+def test_a_buffer_that_the_first_forward_makes(placement):
+    """A buffer of no elements that a forward resizes, as observers for quantization do, has a replay."""
+
+    def grads(where):
+        observed, x = Observed(), ones(3)
+        for i in range(2):
+            where.put(torch.sin, observed, torch.exp)(x * (i + 1)).sum().backward()
+        return x.grad, observed.largest
+
+    assert all(map(torch.equal, grads(placement), grads(PLAIN)))
+
+
+def test_a_jagged_tensor_that_is_made_from_offsets():
+    """A replay is given the offsets themselves, by which PyTorch knows lengths that are the same."""
+    offsets = torch.tensor([0, 2, 3])
+
+    def fn(x):
+        made = torch.nested.nested_tensor_from_jagged(x.sin(), offsets)
+        return (made * made.sin()).values().exp()
+
+    def grad(wrap):
+        x = ones(3, 2)
+        wrap(fn)(x).sum().backward()
+        return x.grad
+
+    assert torch.equal(grad(recompute), grad(lambda fn: fn))
+
+
+class Lazily(nn.Module):
+    """Installs a hook in its first forward, as transformers does where hidden states are asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.ready = nn.Linear(4, 4), False
+
+    def forward(self, x):
+        if not self.ready:
+            self.inner.register_forward_hook(lambda _, args, result: result * 2)
+            self.ready = True
+        return self.inner(x).tanh().sin()
+
+
+@places
+@pytest.mark.parametrize("before", [False, True], ids=["first", "second"])
+def test_a_hook_that_a_forward_installs_is_installed_once(placement, before):
+    """A replay of such a forward installs its hook for itself alone, whether the module had one before or not."""
+
+    def grads(where):
+        torch.manual_seed(0)
+        module = Lazily()
+        if before:
+            module.inner.register_forward_hook(lambda _, args, result: result.cos())
+        for _ in range(3):
+            where.put(torch.cos, module, torch.exp)(torch.ones(2, 4)).sum().backward()
+        return module.inner.weight.grad, len(module.inner._forward_hooks)
+
+    (wanted, count), (got, found) = grads(PLAIN), grads(placement)
+    assert found == count == 1 + before
+    assert torch.equal(got, wanted)
+
+
+@places
+def test_a_hook_that_is_registered_after_the_forward(placement):
+    """A hook that comes, with other changes of a module, between forward and backward is none of the replay's."""
+    torch.manual_seed(0)
+    module, x = Lazily(), ones(2, 4)
+    stages = torch.cos, module, torch.exp
+    wanted = torch.autograd.grad(PLAIN.put(*stages)(x).sum(), x)
+    out = placement.put(*stages)(x)
+    module.inner.register_forward_hook(lambda _, args, result: result * 5)
+    module.ready = None
+    assert torch.equal(torch.autograd.grad(out.sum(), x)[0], wanted[0])
+    assert len(module.inner._forward_hooks) == 2
+
+
 def test_training_flag_turned_off_before_backward():
     """`model.eval()` between forward and backward changes neither the gradients nor the flags."""
     grads = []

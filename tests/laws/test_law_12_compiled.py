@@ -129,6 +129,44 @@ def test_values_and_choices_inside():
     assert equal(gradients(compiled(recompute(body)), layers), wanted)
 
 
+@pytest.mark.parametrize("wrap", [recompute, no_recompute, replay], ids=lambda wrap: wrap.__name__)
+def test_functions_that_are_made_and_wrapped_while_traced(wrap):
+    """A function that closes over a module may be made, and wrapped, within a region that is traced."""
+    layers = model()
+
+    def body(x):
+        first = layers[0]
+        act = wrap(lambda y: torch.sign(first(y)).detach() if wrap is replay else first(y).tanh())
+        return layers[2](layers[1](act(x) + first(x)).sin())
+
+    def plainly(x):
+        act = torch.sign(layers[0](x)).detach() if wrap is replay else layers[0](x).tanh()
+        return layers[2](layers[1](act + layers[0](x)).sin())
+
+    assert equal(gradients(compiled(recompute(body)), layers), gradients(plainly, layers))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("place", PLACES)
+def test_an_exported_region_is_the_plain_call(place, strict):
+    """What `torch.export` makes of regions and saved calls trains as without them."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = layers = model()
+            stages = [lambda x: layers[0](x).tanh(), lambda x: layers[1](x).sigmoid(), lambda x: layers[2](x).sin()]
+            self.run = NAMES[place].put(*stages)
+
+        def forward(self, x):
+            return self.run(x)
+
+    net = Net()
+    wanted = gradients(net, net)
+    exported = torch.export.export(net, (torch.ones(4, 8),), strict=strict).module()
+    assert equal(gradients(exported, net), wanted)
+
+
 def test_the_graph_is_one_and_recomputes():
     """The partitioner is told: fewer tensors cross from the forward graph to the backward graph."""
     from functorch.compile import min_cut_rematerialization_partition

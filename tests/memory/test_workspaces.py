@@ -762,6 +762,21 @@ def test_a_step_for_a_gpu_counts_workspaces(monkeypatch: pytest.MonkeyPatch) -> 
     assert on_hopper.live_bytes - counted.live_bytes == kept_by_cublas((9, 0)) - kept_by_cublas((8, 0))
 
 
+def test_deterministic_algorithms_on_cuda_are_said() -> None:
+    """With `use_deterministic_algorithms` kernels of CUDA take what no formula knows; on a CPU they take the same."""
+    x, said = torch.randn(2, 128, 64, dtype=torch.bfloat16), "deterministic algorithms"
+    torch.use_deterministic_algorithms(True)
+    try:
+        there, here = (
+            simulate_step(TrainingStep(Attending(), (x,), loss=mean_loss, device=device))
+            for device in (Where(target="cuda 9.0"), Where())
+        )
+    finally:
+        torch.use_deterministic_algorithms(False)
+    usual = simulate_step(TrainingStep(Attending(), (x,), loss=mean_loss, device=Where(target="cuda 9.0")))
+    assert [said in str(found.assumed) for found in (there, here, usual)] == [True, False, False]
+
+
 def test_cublas_keeps_what_its_setting_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Finding 13: 32 MiB on Hopper and Blackwell, 8.1 MiB before, for forward and backward; or as the user set it."""
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.overrides as _overrides
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import (
@@ -119,7 +120,12 @@ def _precisions() -> list[Flag]:
     return [(partial(_precision_of, *node), partial(_put_precision, *node)) for node in (*branches, *leaves)]
 
 
+overriding: Callable[[], bool] = _C._is_torch_function_enabled
+"""Whether classes of tensors may override functions; not in `loss.backward()` of a tensor of such a class."""
+_STATES = _C._TorchFunctionState.SUBCLASSES_DISABLED, _C._TorchFunctionState.ENABLED
+
 _THREAD: list[Flag] = [
+    (overriding, lambda on: _C._set_torch_function_state(_STATES[on])),
     *_autocast("cpu"),
     *(_autocast(ACCELERATOR) if ACCELERATOR is not None and torch.amp.is_autocast_available(ACCELERATOR) else ()),
     (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
@@ -235,8 +241,9 @@ compiler_at_work: Callable[[], Any] = _C._dynamo.eval_frame.get_eval_frame_callb
 
 @torch._disable_dynamo
 def unseen(fn: Callable[..., Any], *args: Any) -> Any:
-    """Calls `fn(*args)` so that torch.compile does not see it, as when compiled autograd opens what was saved."""
-    return fn(*args)
+    """Calls `fn(*args)` as outside of what is around a backward: torch.compile, transforms, a class's own functions."""
+    with temporarily_clear_interpreter_stack(), _C._EnableTorchFunction():
+        return fn(*args)
 
 
 def _shown_inside(function: types.FunctionType) -> Callable[..., Any]:

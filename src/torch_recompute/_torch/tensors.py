@@ -38,11 +38,12 @@ def is_leaf_of_constant(tensor: torch.Tensor) -> bool:
 def apart(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's memory and version without a history, which might come to lead back to who holds it.
 
-    A leaf that requires grad has none and is returned as it is, and so is a view that PyTorch refuses to detach
-    because its base was changed under it; nothing can be computed with that one anyway.
+    A leaf that requires grad has none and is returned as it is, and so are integers, which can have none, and a view
+    that PyTorch refuses to detach because its base was changed under it; nothing can be computed with that one anyway.
     """
     try:
-        return tensor if tensor.is_leaf and wants_grad(tensor) else tensor.detach()
+        some = tensor.is_floating_point() or tensor.is_complex()
+        return tensor.detach() if some and not (tensor.is_leaf and wants_grad(tensor)) else tensor
     except RuntimeError:
         return tensor
 

@@ -274,8 +274,9 @@ class Snapshot:
 
     def hooks(self) -> list[dict[Any, Any]]:
         """The dictionaries that hold forward hooks, of the modules that have some."""
-        some = [d for d in self.dicts[: len(self.modules)] if d["_forward_pre_hooks"] or d["_forward_hooks"]]
-        return [own[name] for own in some for name in _HOOKS if name in own]
+        dicts = self.dicts[: len(self.modules)]
+        some = [*filter(_hooks_before, dicts), *filter(_hooks_after, dicts)]
+        return [own[name] for own in some for name in _HOOKS if name in own] if some else some
 
     def set_aside(self, weights: bool) -> None:
         """Holds what may get a history without it: after the forward, which knows tensors by their identity.

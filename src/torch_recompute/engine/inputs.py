@@ -90,7 +90,7 @@ class Inputs:
             if store is not None or view or type(tensor) not in _ORDINARY:
                 holds(hold(region, tensor))
             elif not tensor.requires_grad:  # from here on as `_hold` does, for tensors that are no views
-                holds(tensor.detach())
+                holds(tensor.detach() if tensor.is_floating_point() or tensor.is_complex() else tensor)
             elif tensor.is_leaf:
                 holds(tensor)
             else:
@@ -166,7 +166,7 @@ class Inputs:
                         raise self._changed(str(region), n, tensor._version)
                     if detached:
                         tensor = tensor.detach().requires_grad_()
-                    elif not tensor.requires_grad:
+                    elif not tensor.requires_grad and (tensor.is_floating_point() or tensor.is_complex()):
                         tensor = tensor.detach()  # what the replay does to it must not stay
                 opened[id(held)] = tensor
             tensors.append(tensor)

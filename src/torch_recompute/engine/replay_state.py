@@ -77,36 +77,22 @@ _ORDINARY = frozenset({Parameter})
 _quiet: Any = WeakIdKeyDictionary()  # large buffers that a call in training mode has left unchanged
 
 
-class _Hooks:
-    """The hooks of modules that a forward found and left; who registers one for a forward alone takes it away then."""
-
-    def __init__(self, every: Sequence[dict[Any, Any]]) -> None:
-        self._kept = [(hooks, dict(hooks)) for hooks in every]
-
-    def settle(self) -> None:
-        """After the forward: what is gone already has removed itself and is not to run again."""
-        if self._kept:
-            self._kept = [(hooks, {key: then[key] for key in then if key in hooks}) for hooks, then in self._kept]
-
-    @property
-    def differ(self) -> bool:
-        """Whether one of them is gone."""
-        return any(key not in hooks for hooks, then in self._kept for key in then)
-
-    def restore(self, stack: contextlib.ExitStack) -> None:
-        """Registers those again that are gone, in their order."""
-        for hooks, then in self._kept:
-            gone = [key for key in then if key not in hooks]
-            if gone:
-                every = {**then, **hooks}
-                hooks.clear()
-                hooks.update(every)
-                stack.callback(_remove, hooks, gone)
+_Tables = dict[int, tuple[dict[Any, Any], dict[Any, Any]]]  # of hooks: by identity each table, and what it held
 
 
-def _remove(hooks: dict[Any, Any], keys: Sequence[Any]) -> None:
-    for key in keys:
-        hooks.pop(key, None)
+def _hooks_of(snapshots: Sequence[Snapshot]) -> _Tables:
+    return {id(table): (table, dict(table)) for found in snapshots for table in found.hooks()}
+
+
+def _put_hooks(snapshots: Sequence[Snapshot], held: _Tables) -> _Tables:
+    """Gives modules the forward hooks that they had, and no others; returns those that they have now."""
+    now = _hooks_of(snapshots)
+    for key, (table, _) in {**now, **held}.items():
+        then = held[key][1] if key in held else {}
+        if table.keys() != then.keys():
+            table.clear()
+            table.update(then)
+    return now
 
 
 _is_there = functools.partial(operator.is_not, None)
@@ -163,7 +149,7 @@ class _Reached:
         self.places: Sequence[Snapshot | Contents] = [*reach.snapshots, *reach.contents]
         self._large = [*filter(_is_large, reach.contents)]
         self._made_late = False  # whether the forward gives memory to parameters of a LazyModule
-        self._hooks: _Hooks | None = None
+        self._hooks: _Tables = {}
         weights: list[Any] = []
         dicts: list[dict[Any, Any]] = []
         versions: list[int] = []
@@ -176,7 +162,7 @@ class _Reached:
             buffers, hooked = buffers or scan.buffers, hooked or found.hooked
             unsettled = unsettled or bool(scan.tensors)
         if hooked:
-            self._hooks = _Hooks([hooks for found in reach.snapshots for hooks in found.hooks()])
+            self._hooks = _hooks_of(reach.snapshots)
         self._ordinary = _ORDINARY.issuperset(map(type, weights))
         if not self._ordinary:
             lazy = [p for p in weights if type(p) in _LAZY]
@@ -185,7 +171,7 @@ class _Reached:
         self.weights: list[torch.Tensor] = weights
         self.versions = [*map(version_of, weights)]
         self._watched: list[tuple[Captured, int]] = []
-        self._late: list[torch.Tensor] = []  # buffers of a LazyModule, to which its first call gives memory
+        self._late: list[torch.Tensor] = []  # buffers to which the first call gives memory, as of a LazyModule
         self.copies: Alike = ()
         self._doubtful = False  # whether the end of the forward decides about copies
         others = bool(reach.others) or (cells and bool(reach.tensors))
@@ -197,7 +183,7 @@ class _Reached:
     def _watch(self, reach: Captures, cells: bool) -> None:
         some: list[torch.Tensor] = []
         for seen in reach.mutable(cells):
-            if type(seen.tensor) in _LAZY:
+            if type(seen.tensor) in _LAZY or not seen.tensor.numel():
                 self._late.append(seen.tensor)
                 continue
             if seen.training:
@@ -217,13 +203,13 @@ class _Reached:
             self.copies = copied(some)
 
     def settle(self) -> None:
-        if self._hooks is not None:
-            self._hooks.settle()
+        # What is gone has removed itself, and is not to run again.
+        self._hooks = {key: (t, {h: then[h] for h in then if h in t}) for key, (t, then) in self._hooks.items()}
         if self._doubtful:
             self._settle_copies()
-        if self._late:  # they had no values before the forward; the replay may do to them what it likes
-            self.copies = [*self.copies, *copied([tensor.detach() for tensor in self._late])]
-            self._late = []
+        late, self._late = [tensor.detach() for tensor in self._late if tensor.numel()], []
+        if late:  # they had no values before the forward; the replay may do to them what it likes
+            self.copies = [*self.copies, *copied(late)]
         if self._watched and any(not seen.kind for seen, _ in self._watched):
             self._watched = [(seen._replace(tensor=_held(seen)), version) for seen, version in self._watched]
         if self._made_late:  # a LazyModule is not what it was before its first call
@@ -267,13 +253,13 @@ class _Reached:
                 raise errors.ChangedError(
                     f"{seen.label()}, which {region} reads, has been changed in place since the forward (version "
                     f"{version} then, {now} now): its replay would compute with other values than its forward.\n"
-                    "  Change it after backward (optimizer.step() after loss.backward()). If the region itself "
-                    "changes it, let it be a buffer, which a replay leaves as it is, or change it before the region."
+                    "  Change it after backward (optimizer.step() after loss.backward()). What changes it in the region"
+                    " itself, as Embedding(max_norm=) does, goes before the region; or let it be a buffer."
                 )
 
     def same(self) -> bool:
         """Whether the modules hold what they held, and neither hooks nor buffers have to be put back."""
-        if self.copies or (self._hooks is not None and self._hooks.differ):
+        if self.copies or _hooks_of(self._snapshots) != self._hooks:
             return False
         return all(map(_same, self.places))
 
@@ -287,8 +273,7 @@ class _Reached:
                 place.restore()
         if self.copies:
             exchange(self.copies, stack)
-        if self._hooks is not None:
-            self._hooks.restore(stack)
+        stack.callback(_put_hooks, self._snapshots, _put_hooks(self._snapshots, self._hooks))
 
     def changed(self) -> bool:
         """Whether a weight, or a buffer that nobody copied, has been changed in place."""

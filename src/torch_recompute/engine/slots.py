@@ -19,7 +19,7 @@ import torch
 
 from .. import errors
 from .._torch import in_backward, wait_for
-from .._torch.modes import compiler_at_work, unseen
+from .._torch.modes import compiler_at_work, overriding, transform_level, unseen
 from .._torch.tensors import Meta, apart
 from .._torch.tracing import as_it_is
 from ..stores import Kept
@@ -95,6 +95,7 @@ def unpack(packed: Any) -> torch.Tensor:
             tensor = None if tensor is None else tensor()
             if tensor is None:
                 seen = torch.compiler.is_dynamo_compiling() or compiler_at_work() is not None
+                seen = seen or transform_level() is not None or not overriding()
                 tensor = unseen(owner.rebuild, packed) if seen else owner.rebuild(packed)
         if tensor._version != packed.version:
             raise errors.ChangedError(errors.changed_saved(owner.name, packed.version, tensor._version))

@@ -204,6 +204,12 @@ def after_others(step: TrainingStep, found: Simulation) -> TrainingStep | None:
     return replace(step, loop=replace(step.loop, state_bytes=kept)) if kept and not step.loop.state_bytes else None
 
 
+_DETERMINISTIC = (
+    "what CUDA's deterministic algorithms take while they run (use_deterministic_algorithms: scatters, sums by index, "
+    "the backward of attention) is not known and not counted"
+)
+
+
 def where_it_runs(step: TrainingStep) -> tuple[torch.device, int]:
     """Returns the device of a step's tensors, with its index, and what its allocator rounds sizes up to."""
     device = step.runs_on
@@ -351,8 +357,9 @@ class _SimulatedStep:
         loop = replace(loop, loss=seen.loss, autocast=autocast, training=self._model.training, **sizes)
         if isinstance(self._handle, Applied):
             self._handle.remove()  # so that the copy is gone with this, without the collector of cycles
-        assumed = (*self._faker.assumed, *self._pretend.assumed)
         on_cuda = self._pretend.capability is not None or self._device.type == "cuda"
+        slower = [_DETERMINISTIC] if on_cuda and torch.are_deterministic_algorithms_enabled() else []
+        assumed = (*self._faker.assumed, *self._pretend.assumed, *slower)
         return _StepFigures(parts, seen, held).simulation(last, loop, assumed)._replace(on_cuda=on_cuda)
 
     def _state_bytes(self) -> int:
