@@ -435,6 +435,10 @@ class _Scan:
 
     def __init__(self, root: nn.Module) -> None:
         modules = list(root.modules())
+        if scripted := [module for module in modules if isinstance(module, torch.jit.ScriptModule)]:
+            from .mismatch import of_torchscript
+
+            raise of_torchscript(scripted[0])
         self.root = weakref.ref(root, functools.partial(_forget, _scans, id(root)))
         self.refs = [*map(weakref.ref, modules)]
         dicts: list[dict[str, Any]] = [*map(_dict_of, modules)]

@@ -181,3 +181,13 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
 def _weighted(sums: torch.Tensor) -> torch.Tensor:
     weights = torch.arange(1, sums.numel() + 1, device=sums.device, dtype=torch.int64)
     return (sums * (weights * 2 - 1) * 0x9E3779B1).sum()
+
+
+def of_torchscript(module: torch.nn.Module) -> errors.ArgumentError:
+    """The error for a region that reaches a module of TorchScript: no replay of it could be compared, or end in it."""
+    return errors.ArgumentError(
+        f"a region reaches {errors.kind(module)}, a module that torch.jit.script or torch.jit.trace has made. Its "
+        "attributes are not Python's, so they cannot be put back for a replay, and its calls cannot be ended early.\n"
+        "  Make the region of the module that it was made from, and compile that one with torch.compile if you like; "
+        "or leave this module out of the region."
+    )
