@@ -87,6 +87,38 @@ def test_the_step_is_one_from_the_middle_of_training(optimizer: Any) -> None:
     assert made.timeline[0].live_bytes == real.timeline[0].live_bytes
 
 
+@pytest.mark.parametrize("trained", ["head", "matrices", "frozen"])
+@pytest.mark.parametrize("made", [False, True])
+def test_gradients_that_the_optimizer_does_not_hold_stay(trained: str, made: bool) -> None:
+    """Those of trained parameters that `optimizer.zero_grad()` does not clear are alive in forward, and are said."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)]
+    model, x = nn.Sequential(*layers, nn.Linear(64, 8)), torch.randn(256, 64)
+    model[:4].requires_grad_(trained != "frozen")
+
+    def adam(parameters: Any) -> torch.optim.Optimizer:
+        some = list(parameters)
+        return torch.optim.AdamW([p for p in some if p.ndim > 1] if trained == "matrices" else some[-2:])
+
+    optimizer = adam(model.parameters())
+    given = adam if made else optimizer
+    plan = make_plan(model, x, loss=mean_loss, optimizer=given, budget=0.5, device="h100")
+    apply(model, plan)
+    out = loss = None
+    for _ in range(2):
+        with measure(model, optimizer).track(x, *tensors_in(out, loss)) as real:
+            out = model(x)
+            loss = mean_loss(out)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert plan.predicted_peak_bytes == real.peak_bytes
+    loop: Any = plan.prediction and plan.prediction.loop
+    assert loop.uncleared == {"head": 16, "matrices": 9, "frozen": 0}[trained]
+    assert ("that optimizer.zero_grad() does not clear" in str(plan)) == (trained != "frozen")
+    assert loop.uncleared_bytes == sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+
+
 @pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"weight_decay": 0.1, "maximize": True}])
 def test_an_optimizer_that_goes_over_lists_takes_what_it_does(options: dict[str, Any]) -> None:
     """Where its lists of temporaries are the peak, that is the real step's, whatever layouts are in them."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import errors
+from .._text import counted
 
 _MEANS = {
     "hold_output": "whether the model's output is alive in backward, as in `out = model(batch); out.loss.backward()`",
@@ -45,6 +46,8 @@ class Loop:
         state_bytes: The bytes that the model keeps from one call to the next, as Transformer-XL does; 0 where they are
             less than a thousandth of the peak.
         training: Whether the model was in train mode.
+        uncleared: How many parameters have gradients when forward begins, because the optimizer does not hold them.
+        uncleared_bytes: The bytes of these gradients.
     """
 
     hold_output: bool = True
@@ -57,6 +60,8 @@ class Loop:
     frees_gradients: bool = False
     state_bytes: int = 0
     training: bool = True
+    uncleared: int = 0
+    uncleared_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name, means in _MEANS.items():
@@ -103,6 +108,14 @@ class Loop:
             else "gradients freed in backward, one by one"
             if self.frees_gradients
             else f"gradients {'set to None' if self.set_to_none else 'zeroed and alive in forward'}",
+            *(
+                [
+                    f"{counted(self.uncleared, 'parameter')} with gradients that optimizer.zero_grad() does not clear "
+                    f"({errors.size(self.uncleared_bytes)}): freeze them, or call model.zero_grad()"
+                ]
+                if self.uncleared
+                else []
+            ),
             f"autocast {self.autocast}" if self.autocast else "no autocast",
             *([] if self.training else ["in eval mode (in train mode, dropout keeps more: model.train())"]),
         ]

@@ -303,10 +303,12 @@ class FirstSteps(ForwardWrapper):
         prediction = self._handle.plan.prediction
         loop = (prediction and prediction.loop) or COMMON
         first, many = calls[0], len(calls)
+        zeroed = any(weight.grad is not None for one in self._stepped for weight in weights_of(one))
+        uncleared = following.gradients and not (zeroed or loop.keeps_gradients or loop.uncleared)
         if not loop.keeps_gradients and any(call.gradients for call in calls[1:]):
             what = f"{many} backwards come before a step of the optimizer"
             yield Deviation(what, f"accumulate={many}", options={"accumulate": many})
-        elif not loop.keeps_gradients and following.gradients and self._stepped:
+        elif not loop.keeps_gradients and zeroed:
             what = "gradients are alive when forward begins"
             yield Deviation(what, "set_to_none=False", options={"set_to_none": False})
         if first.autocast != loop.autocast:
@@ -318,8 +320,9 @@ class FirstSteps(ForwardWrapper):
             names = listed([*dict.fromkeys(type(one).__name__ for one in self._stepped)])
             what = f"{len(self._stepped)} optimizers step ({names}), and a plan counts the states of one"
             yield Deviation(what, otherwise="with a budget that is less by the states of the others", options=None)
-        elif self._planning.optimizer is None and self._stepped:
-            what = f"{type(self._stepped[0]).__name__} steps, which was not named"
+        elif self._stepped and (self._planning.optimizer is None or uncleared):
+            why = "does not clear the gradients of all parameters" if uncleared else "was not named"
+            what = f"{type(self._stepped[0]).__name__} steps, which {why}"
             yield Deviation(what, "optimizer=optimizer", options={"optimizer": self._stepped[0]})
         larger = next((call for call in calls if call.exceeds(self._shapes or ())), None)
         if larger is not None:

@@ -7,7 +7,8 @@ left is there from the start:
   what it made the first time is added to all that came before.
 - The output of the step before is alive until the forward returns, if the loop holds it. What an output holds once its
   backward has ended is seen at the end of the simulated step, and added to all moments of the forward.
-- Gradients are alive, if the loop accumulates or zeroes them in place. A step that is not recorded makes them.
+- Gradients are alive, if the loop accumulates or zeroes them in place, or if the optimizer does not hold their
+  parameters, so that its `zero_grad` leaves them. A step that is not recorded makes them.
 - An optimizer that steps in backward, from a hook of a parameter's gradient, has its state. A step that is not recorded
   makes that, too: what is alive after it is there from the start.
 - Tensors that the model keeps from one call to the next are alive. Whether it does is seen at the end of a step, which
@@ -49,6 +50,7 @@ from ..memory.ledger import (
     Sample,
     blocks_of,
     by_category,
+    storages,
 )
 from ..memory.loop import Loop
 from ..memory.measurement import Reading, weights_of
@@ -334,14 +336,17 @@ class _SimulatedStep:
     def result(self) -> Simulation:
         """Runs the step."""
         loop, left, own = self._step.loop, None, self._state_bytes()
-        if loop.keeps_gradients or self._hooked or loop.state_bytes:
+        if loop.keeps_gradients or self._hooked or loop.state_bytes or self._leaves_gradients():
             left = self._step_before()
         for _ in range(_STEPS_BEFORE if loop.state_bytes else 0):
             held, left = self._state_bytes(), self._step_before()
             if self._state_bytes() <= held:
                 break
         if left is not None:
-            loop = replace(loop, frees_gradients=any(weight.grad is None for weight in self._hooked))
+            there = [] if loop.keeps_gradients else [w.grad for w in self._model.parameters() if w.grad is not None]
+            nbytes = sum(storage.nbytes() for grad in there for _, storage in storages(grad))
+            freed = any(weight.grad is None for weight in self._hooked)
+            loop = replace(loop, frees_gradients=freed, uncleared=len(there), uncleared_bytes=nbytes)
         batch_bytes = self._track_what_is_there(left)
         seen = self._run()
         parts = [self._first]
@@ -361,6 +366,11 @@ class _SimulatedStep:
         slower = [_DETERMINISTIC] if on_cuda and torch.are_deterministic_algorithms_enabled() else []
         assumed = (*self._faker.assumed, *self._pretend.assumed, *slower)
         return _StepFigures(parts, seen, held).simulation(last, loop, assumed)._replace(on_cuda=on_cuda)
+
+    def _leaves_gradients(self) -> bool:
+        """Whether parameters are trained that the optimizer does not hold, so that its `zero_grad` leaves theirs."""
+        held = None if self._optimizer is None else {*weights_of(self._optimizer)}
+        return held is not None and any(p.requires_grad and p not in held for p in self._model.parameters())
 
     def _state_bytes(self) -> int:
         """The bytes of the tensors that modules hold in attributes that are not parameters."""
@@ -387,10 +397,7 @@ class _SimulatedStep:
         if self._stepped and self._step.loop.accumulate > 1:
             raise errors.ArgumentError(_accumulates(self._step.loop.accumulate, next(iter(self._stepped.values()))))
         if not self._step.loop.keeps_gradients:
-            if self._optimizer is not None:
-                self._optimizer.zero_grad()
-            for weight in self._model.parameters():
-                weight.grad = None
+            (self._optimizer or self._model).zero_grad()
         return before
 
     def _another_batch(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
