@@ -424,6 +424,36 @@ def test_a_loop_that_no_plan_can_follow_is_said(capsys: pytest.CaptureFixture[st
     assert len(handle.history) <= 2
 
 
+@pytest.mark.parametrize("around", ["sequential", "attributes", "root"])
+def test_layers_that_were_left_out_are_noticed_wherever_they_are(around: str) -> None:
+    """A layer that ran in no planned step is seen beside those that did, in whichever module they are."""
+    layers = [block() for _ in range(LAYERS)]
+    named = {f"layer{number}": layer for number, layer in enumerate(layers)}
+    named["small"] = Made(lambda _, x: x)  # of the same class, and no layer
+    inside = {"sequential": {"held": nn.Sequential(*layers)}, "attributes": {"held": Made(print, **named)}}
+    count = 2
+
+    def run(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        for layer in layers_of(model)[:count]:
+            x = layer(x)
+        return model.small(x).square().mean() if around == "root" else x.square().mean()
+
+    def layers_of(model: Any) -> list[nn.Module]:
+        return list((model if around == "root" else model.held).children())[:LAYERS]
+
+    model, x = Made(run, **inside.get(around, named)), torch.randn(64, WIDTH)
+    adam = torch.optim.AdamW(model.parameters())
+    handle = auto(model, x, budget=0.3, optimizer=adam, device="h100")
+    for number in range(4):
+        count = 2 if number < 1 else LAYERS
+        with measure(model, adam).track(x) as memory:
+            model(x).backward()
+            adam.step()
+            adam.zero_grad()
+        assert len(handle.history) == (1 if number < 2 else 2)
+    assert memory.peak_bytes == pytest.approx(handle.plan.predicted_peak_bytes, rel=0.005)
+
+
 @dataclass
 class Labelled:
     """A batch as some loaders make it, which PyTorch's pytrees know nothing of."""

@@ -437,13 +437,14 @@ class _Counter:
 
 
 def _beside(modules: dict[str, nn.Module], paths: Sequence[str]) -> Iterator[str]:
-    """The layers in the lists of some layers that are of the same classes."""
-    for path in paths:
-        around = path.rpartition(".")[0]
-        if isinstance(modules.get(around), (nn.ModuleList, nn.ModuleDict)):
-            for name, child in modules[around].named_children():
-                if type(child) is type(modules[path]):
-                    yield joined(around, name)
+    """The layers that are of the class of some layers beside them, and hold weights but none of these layers."""
+    names = [path.split(".") for path in paths]
+    above = {".".join(some[:length]) for some in names for length in range(1, len(some) + 1)}
+    for around, kind in dict.fromkeys((path.rpartition(".")[0], type(modules[path])) for path in paths if path):
+        for name, child in modules[around].named_children():
+            beside = joined(around, name)
+            if type(child) is kind and beside not in above and any(weight.ndim > 1 for weight in child.parameters()):
+                yield beside
 
 
 def _stepped(here: weakref.ref[FirstSteps], optimizer: torch.optim.Optimizer) -> None:
