@@ -454,6 +454,36 @@ def test_layers_that_were_left_out_are_noticed_wherever_they_are(around: str) ->
     assert memory.peak_bytes == pytest.approx(handle.plan.predicted_peak_bytes, rel=0.005)
 
 
+class Skipping(Stack):
+    """Layers that are left out at random, by a probability whose name no library uses, with dropout between them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if torch.rand([]) >= 0.5:
+                x = layer(x)
+        return self.head(x).square().mean()
+
+
+def test_a_draw_that_no_simulation_repeats_is_said() -> None:
+    """Where the step that is planned again calls other layers than the fullest, that is said, and it is the last."""
+    torch.manual_seed(0)
+    model, x = Skipping(), torch.randn(64, WIDTH)
+    adam = torch.optim.AdamW(model.parameters())
+    handle = auto(model, x, budget=0.3, optimizer=adam, device="h100")
+    torch.manual_seed(2)
+
+    def steps() -> None:
+        for _ in range(4):
+            model(x).backward()
+            adam.step()
+            adam.zero_grad()
+
+    with pytest.warns(RuntimeWarning, match="other layers ran in that step.*leaving layers out at 0") as said:
+        steps()
+    assert len(said) == 1
+    assert len(handle.history) == 2
+
+
 @dataclass
 class Labelled:
     """A batch as some loaders make it, which PyTorch's pytrees know nothing of."""

@@ -403,11 +403,15 @@ class FirstSteps(ForwardWrapper):
             return
         plan = self._handle.plan
         same = (plan.all_choices, plan.predicted_peak_bytes) == (before.all_choices, before.predicted_peak_bytes)
-        if planned and not self._planning.together([] if same else ["another plan"]):
-            self._say(found, "It was planned again, and the plan is the same. ")
-            return
         self._plan_came()
-        if self._planning.speaks:
+        left_out = list(self._of_layers(self._calls)) if "draws" in options else []
+        words = [] if same else ["another plan", *(["of other layers"] if left_out else [])]
+        words = self._planning.together(words) if planned else words
+        if planned and not words:
+            self._say(found, "It was planned again, and the plan is the same. ")
+        elif "of other layers" in words:
+            self._say(left_out, "It was planned again, and other layers ran in that step, too. ")
+        elif self._planning.speaks:
             why = "; ".join(one.what for one in found)
             again = f"planned again in {time.perf_counter() - began:.1f} s" + (f" ({why})" if why else "")
             sys.stdout.write(f"{self._handle.plan.summary}; {again if found else again.replace('again ', '')}\n")
