@@ -935,6 +935,7 @@ def resizes_of_storages_are_told(t: Any) -> Any:
 # --- fake tensors -----------------------------------------------------------------------------------------------------
 
 META = torch.ones(2, device="meta")
+each("storages.is_zero_tensor", [True, False], torch._efficientzerotensor((2,)), MEMORY)
 each("storages.is_fake", [True, True, False, False], fake(2), FakeTensorMode().from_tensor(MEMORY), MEMORY, META)
 each("fakes.writes", [True, False, False], aten.add_.Tensor, aten.add.Tensor, len)
 each("fakes.taken_by", [["self", "mat1", "mat2"]], aten.addmm.default, view=lambda names: names[:3])

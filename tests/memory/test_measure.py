@@ -26,6 +26,7 @@ from support.acted import ActedAllocator
 from support.blocks import BLOCK, block
 from support.models import Made
 from support.zoo import ZOO, build, scalar_loss
+from torch_recompute import saved_activations, simulate
 from torch_recompute._torch import storages
 from torch_recompute._torch.storages import cpu_allocations
 from torch_recompute.memory import CATEGORIES, Measurement, measure, operations
@@ -562,6 +563,17 @@ def test_wrapper_subclass_stands_for_its_parts() -> None:
         nested = torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(5, 4)], layout=torch.jagged)
         values = nested.values()
     assert m.live_bytes == values.untyped_storage().nbytes() + nested.offsets().untyped_storage().nbytes()
+
+
+def test_zeros_that_are_never_allocated() -> None:
+    """The zeros that stand for a tangent take no memory, measured, simulated or kept for backward."""
+    model, x = Made(lambda _, x: x * torch._efficientzerotensor((256,)) + x.exp()), torch.randn(256)
+    x.requires_grad_()
+    with measure(model).track(x) as memory:
+        model(x)
+    assert memory.peak_bytes == 3 * x.nbytes  # x, its exponential, and the copy of that which is the sum with zeros
+    assert simulate(model, (x,), loss=torch.sum).saved_bytes == 2 * x.nbytes + 4  # and the loss
+    assert saved_activations(model, x).total_bytes == x.nbytes
 
 
 def test_sparse_gradient() -> None:

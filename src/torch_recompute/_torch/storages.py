@@ -69,6 +69,11 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def is_zero_tensor(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for zeros that were never allocated, as those that `torch.func.jvp` makes."""
+    return tensor._is_zerotensor()
+
+
 _autograd, _profiler = _C._autograd, _C._profiler
 profiling: Callable[[], bool] = _autograd._profiler_enabled
 """Whether a profiler is active on this thread, which then cannot have another."""

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from .._torch.fakes import FakeTensor, device_of
+from .._torch.storages import is_zero_tensor
 
 LARGEST = 3
 """The number of tensors that are named at a peak."""
@@ -252,17 +253,18 @@ def laid(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
 def storages(value: object) -> list[tuple[torch.device, torch.UntypedStorage]]:
     """Returns the storages under a nest of tensors, with their devices; of a subclass that wraps tensors, theirs.
 
-    Sparse and other tensors without a storage of their own have none.
+    Sparse and other tensors without a storage of their own have none, nor have zeros that were never allocated.
     """
     found: list[tuple[torch.device, torch.UntypedStorage]] = []
     for one in _held(value, []):
         if type(one) is FakeTensor:
-            found.append((device_of(one), one.untyped_storage()))
+            if not is_zero_tensor(one):
+                found.append((device_of(one), one.untyped_storage()))
         elif isinstance(one, torch.UntypedStorage):
             found.append((one.device, one))
         elif (flatten := getattr(one, "__tensor_flatten__", None)) is not None:
             found += storages([getattr(one, name) for name in flatten()[0]])
-        elif one.layout is torch.strided:
+        elif one.layout is torch.strided and not is_zero_tensor(one):
             found.append((one.device, one.untyped_storage()))
     return found
 
