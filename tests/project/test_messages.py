@@ -168,6 +168,17 @@ class Differentiates(torch.nn.Module):
         return torch.func.grad(lambda x: x.sin().sum())(x) * self.down(self.up(x).tanh())
 
 
+class Linearized(torch.nn.Module):
+    """Calls its layer only for a directional derivative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.jvp(self.layer, (x,), (x,))[1]
+
+
 class Reaches(torch.nn.Module):
     """Reaches its weight through a closure in an object."""
 
@@ -1304,6 +1315,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     # an optimizer
     lambda: make_plan(nn_linear(), vector(), budget=0.4, optimizer="adamv"),
     lambda: make_plan(torch.nn.Sequential(Differentiates()), (vector(),), budget=0.4, loss=torch.sum),
+    lambda: make_plan(Linearized(), (vector(),), budget=0.4, loss=torch.sum),
     lambda: make_plan(nn_linear(), vector(), budget=0.4, optimizer=3),
     lambda: make_plan(nn_linear(), vector(), budget=0.4, optimizer=torch.optim.LBFGS),
     lambda: make_plan(nn_linear(), vector(), budget=0.4, optimizer=[torch.optim.SGD(nn_linear().parameters())] * 2),

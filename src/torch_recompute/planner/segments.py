@@ -103,9 +103,11 @@ class _Capture:
         self._seen: list[tuple[str, SegmentCall, list[Op], bool]] = []
         self._running: list[list[Op]] = []  # the operations of the calls that have not ended
         self._result: Any = None  # of the segment that ended last
+        self._transformed = False
 
     def _enter(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if transforming():  # of torch.func, under which a region is a plain call
+            self._transformed = True
             return
         if not self._seen:
             kind = self._target.partition(" ")[0]
@@ -149,8 +151,13 @@ class _Capture:
         handle.remove()
         self._add_segments()
         if not self._captured.paths:
+            name = type(step.model).__name__
             raise errors.ArgumentError(
-                f"{type(step.model).__name__} has no module that a plan could recompute: none that is called in a "
+                f"{name} calls its layers only within a transform of torch.func (jvp, grad, vmap), where PyTorch takes "
+                "no saved-tensor hooks, by which regions are made: no layer can be recomputed there.\n"
+                "  Take a smaller batch, or call layers outside of the transform, which a plan can recompute."
+                if self._transformed
+                else f"{name} has no module that a plan could recompute: none that is called in a "
                 "forward holds a product.\n"
                 "  Call layers as layer(x), since layer.forward(x) passes a plan by; or name one by hand: "
                 'torch_recompute.register("layer", MyBlock)'
