@@ -360,6 +360,25 @@ def test_layers_that_map(layer: bool) -> None:
     assert m.peak_bytes == plan.predicted_peak_bytes
 
 
+class Differentiates(Mapped):
+    """Asks for a gradient by `torch.func`."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(self.inner(torch.func.grad(lambda x: x.sin().sum())(x)).tanh()).square().mean()
+
+
+@pytest.mark.parametrize("tiles", [False, True])
+def test_a_layer_that_allows_no_region_leaves_the_others(tiles: bool) -> None:
+    """Where one kind of layer calls `torch.func.grad`, the others are planned, the promise is kept, and it is said."""
+    layers = [nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)]
+    model, x = nn.Sequential(*layers, Differentiates(layer=True)), torch.randn(64, 16)
+    plan = make_plan(model, (x,), budget=0.0, loss=loss, device="h100", hold_output=False, tiles=tiles)
+    apply(model, plan)
+    assert stepped(model, x)[0] == plan.predicted_peak_bytes
+    assert plan.choices
+    assert "Differentiates calls torch.func.grad or one of its kind" in str(plan)
+
+
 # --- layers whose result is not what they make ---
 
 

@@ -116,7 +116,7 @@ def record(module: nn.Module, call: Callable[[], Any], inputs: Sequence[torch.Te
         raise errors.ArgumentError(
             f"{type(module).__name__} calls torch.func.grad or one of its kind, for which PyTorch takes no "
             "saved-tensor hooks, by which regions are made: neither it nor what is around it can be recomputed.\n"
-            "  Write the plan of the other layers by hand:  apply(model, Plan((Choice(paths),)))"
+            "  Take a smaller batch: no other layer is called that a plan could recompute."
         ) from error
 
 

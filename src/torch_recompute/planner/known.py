@@ -70,6 +70,7 @@ class Known:
         segments: The paths and kinds of the segments, the routers, and the dtype of autocast in the first segment.
         tiling: What may be in tiles, and in how many.
         ways: The options of each kind of segment.
+        refused: The kinds of segments that allow no region, each with the reason.
         clocked: Steps that were run, by the choices of their plans.
         plans: Plans, by budget in bytes; those of the ranks of a layout by the layout, the optimizer and the budget.
         stages: Runs of the stages of a pipeline, by how it is cut and by its runtime; see `PipelinePlanner.run`.
@@ -82,6 +83,7 @@ class Known:
     segments: tuple[list[str], list[str], tuple[str, ...], str] | None = None
     tiling: InTiles | None = None
     ways: dict[str, Kind] = field(default_factory=dict[str, "Kind"])
+    refused: dict[str, str] = field(default_factory=dict[str, str])
     clocked: dict[Any, Clocked] = field(default_factory=dict[Any, "Clocked"])
     plans: dict[Any, Any] = field(default_factory=dict[Any, Any])
     stages: dict[Any, dict[Any, Any]] = field(default_factory=dict[Any, dict[Any, Any]])

@@ -187,7 +187,7 @@ class Planner:
             self.plain.advice,
             self._timing,
             self._loop,
-            self.plain.assumed,
+            self._assumed(self.plain),
             self.plain.uncounted,
             self.always,
             self.switched,
@@ -252,7 +252,7 @@ class Planner:
         if scale is not None:
             costs, solution = scale(costs), scale.solution(solution)
         always = self._said(profile.always, solution, simulation)
-        profile = replace(profile, assumed=simulation.assumed, uncounted=simulation.uncounted, always=always)
+        profile = replace(profile, assumed=self._assumed(simulation), uncounted=simulation.uncounted, always=always)
         advice = "" if self.always.choices else simulation.advice
         reserved = simulation.reserved_figures()
         plan = planned(profile, costs, solution, wanted, simulation.peak_bytes, advice, reserved)
@@ -462,23 +462,23 @@ class Planner:
         captured, ways = self._captured, dict[str, Kind]()
         several = {path for path, times in Counter(self.paths).items() if times > 1}
         guessed: dict[str, list[Guess]] = {}
-        records: dict[str, SegmentRecord] = {}
         firsts = {kind: self._kinds.index(kind) for kind in dict.fromkeys(self._kinds)}
-        for kind, first in firsts.items():
-            path, call = self.paths[first], captured.calls[first]
-            with captured.running():
-                records[kind] = self._recorded(call)
+        records = self._records(firsts)
+        for kind, found in records.items():
+            path = self.paths[firsts[kind]]
             of = path if path in several else kind  # what is called several times has one choice for all its calls
-            carries = partial(self._carries, path)
-            segments = self._kinds.count(kind)
-            mine = guesses(records[kind], self._replayed, TRIED, self._host_seconds, carries, segments)
+            carries, segments = partial(self._carries, path), self._kinds.count(kind)
+            mine = guesses(found, self._replayed, TRIED, self._host_seconds, carries, segments)
             guessed.setdefault(of, []).extend(mine)
         best: dict[Any, list[tuple[Choice, ...]]] = {}
         for kind, first in sorted(firsts.items(), key=lambda one: -self._kinds.count(one[0])):
-            path, call, found = self.paths[first], captured.calls[first], records[kind]
+            path, call, found = self.paths[first], captured.calls[first], records.get(kind)
             with captured.running():
                 plain = attempt(call, [], captured.pretend, frees=self._loop.frees_gradients)
                 options = [self._option(plain, (), plain)]
+                if found is None:
+                    ways[kind] = Kind(tuple(options))
+                    continue
                 own = dict.fromkeys(guess.regions for guess in guessed[path if path in several else kind])
                 # A first layer, whose input needs no grad, tries what was best for the others.
                 ways_of = (path not in several and best.get(captured.likes[kind])) or [*own]
@@ -499,10 +499,28 @@ class Planner:
             best.setdefault(captured.likes[kind], [regions for regions in ways_of if regions in kept])
         return {kind: ways[kind] for kind in firsts}
 
-    def _recorded(self, call: SegmentCall) -> SegmentRecord:
-        """The operations of one segment."""
-        inputs = [x.detach().requires_grad_(x.requires_grad) for x in call.inputs]
-        return record(call.steps[0][0], partial(call.run, inputs), inputs)
+    def _records(self, firsts: Mapping[str, int]) -> dict[str, SegmentRecord]:
+        """The operations of each kind of segment that allows regions, by where its first is; at least one must."""
+        recorded = ((kind, self._recorded(kind, self._captured.calls[first])) for kind, first in firsts.items())
+        found = {kind: one for kind, one in recorded if one is not None}
+        if not found:
+            raise errors.ArgumentError(next(iter(self.known.refused.values())))
+        return found
+
+    def _recorded(self, kind: str, call: SegmentCall) -> SegmentRecord | None:
+        """The operations of a segment of a kind; None where it allows no region, and then the reason is kept."""
+        try:
+            with self._captured.running():
+                inputs = [x.detach().requires_grad_(x.requires_grad) for x in call.inputs]
+                return record(call.steps[0][0], partial(call.run, inputs), inputs)
+        except errors.ArgumentError as error:
+            self.known.refused[kind] = str(error)
+            return None
+
+    def _assumed(self, simulation: Simulation) -> tuple[str, ...]:
+        """Returns the assumptions of a simulation, and why some layers allow no region."""
+        refused = (self.whole or self).known.refused.values()
+        return (*simulation.assumed, *dict.fromkeys(text.partition("\n")[0] for text in refused))
 
     def _carries(self, path: str, parts: Sequence[str]) -> bool:
         """Whether a region around some parts of the segment at a path carries decisions."""
@@ -540,8 +558,11 @@ class Planner:
         for kind, own in whole._ways.items() if self._tiling.mlps else ():
             first = self._kinds.index(kind)
             path, call = self.paths[first], self._captured.calls[first]
+            found = self._recorded(kind, call)
+            if found is None:
+                continue
             with self._captured.running():
-                tried = self._in_tiles(path, call, self._recorded(call), own.options)
+                tried = self._in_tiles(path, call, found, own.options)
                 tiled = [for_all(option, self.step.loop.accumulate) for option in tried]
             graph = own.graph and replace(own.graph, backward_bytes=0)  # an operation in tiles takes less at once
             if tiled:
