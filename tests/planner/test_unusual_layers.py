@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from support.models import Made
 from torch_recompute import Profile, apply, make_plan, measure, profile, simulate, solve
@@ -377,6 +378,29 @@ def test_a_layer_that_allows_no_region_leaves_the_others(tiles: bool) -> None:
     assert stepped(model, x)[0] == plan.predicted_peak_bytes
     assert plan.choices
     assert "Differentiates calls torch.func.grad or one of its kind" in str(plan)
+
+
+class Checkpointed(nn.Module):
+    """Runs a part of itself twice, the second time in a checkpoint of PyTorch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.run, self.run(x), use_reentrant=False)  # pyright: ignore[reportReturnType]
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).tanh())
+
+
+def test_no_trial_keeps_a_call_within_other_hooks() -> None:
+    """A layer with a checkpoint of its own is planned without a warning, and no call that is in it is kept."""
+    model, x = nn.Sequential(*(Checkpointed() for _ in range(3))), torch.randn(256, WIDTH)
+    found = profile(model, (x,), loss=lambda out: out.square().mean(), device="h100")
+    options = [option for kind in found.costs.kinds.values() for option in kind.options]
+    assert any(option.regions for option in options)
+    assert not any(choice.keep for option in options for choice in option.regions)
 
 
 # --- layers whose result is not what they make ---

@@ -19,6 +19,7 @@ a margin on the budget, which is too small for one model and wasteful for all ot
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -539,7 +540,7 @@ class Planner:
     def _alone(self, path: str, call: SegmentCall, regions: Sequence[Choice], of: Sequence[str] = ()) -> Tried | None:
         """A trial of regions in the segment at a path, or around several `of` them; None where the engine refuses.
 
-        It refuses to keep a call whose result the model changes in place.
+        It refuses to keep a call whose result the model changes in place, and keeps none within other hooks.
         """
         choices: list[Choice] = []
         for region in regions:
@@ -548,8 +549,10 @@ class Planner:
             paths = tuple(joined(str(i), part) for i in range(len(of) or 1) for part in region.paths)
             choices.append(replace(region, paths=paths, carry=carry))
         try:
-            return attempt(call, choices, self._captured.pretend, frees=self._loop.frees_gradients)
-        except errors.RecomputeError:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", ".* within saved-tensor hooks that it enters itself", RuntimeWarning)
+                return attempt(call, choices, self._captured.pretend, frees=self._loop.frees_gradients)
+        except (errors.RecomputeError, RuntimeWarning):
             return None
 
     def _tried_in_tiles(self, whole: Planner) -> dict[str, Kind]:
