@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from support.headed import TOKENS, batch, cross_entropy, model
 from torch_recompute import BudgetError, errors, make_plan, simulate
@@ -86,6 +88,15 @@ def test_an_option_that_fits_makes_a_plan() -> None:
         words = {"optimizer": "adamw", **words}
         plan = make_plan(model(2), batch()[:size], budget=budget, loss=cross_entropy, device="h100", **words)
         assert (plan.predicted_peak_bytes or 0) <= budget
+
+
+def test_a_loss_that_holds_all_targets_has_no_smaller_batch(recwarn: pytest.WarningsRecorder) -> None:
+    """Where half a batch would be compared with the targets of all, there is no such option, and no warning of it."""
+    targets = torch.zeros(TOKENS, 1)
+    step = TrainingStep(nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 1)), (torch.ones(TOKENS, 8),))
+    step = replace(step, loss=lambda out: F.mse_loss(out, targets), device="h100")
+    assert not [one for one in alternatives(Planner(step)) if "batch" in one.option]
+    assert not recwarn.list
 
 
 def test_a_batch_is_halved_until_it_fits() -> None:

@@ -9,6 +9,7 @@ peak may keep more, where the optimizer's step holds the peak and a better optim
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -161,7 +162,9 @@ def _smaller_batches(planner: Planner, budget: int | None) -> Iterator[Alternati
         size //= 2
         args, kwargs = _torch.tree_unflatten([_cut(leaf, leaves, size) for leaf in leaves], spec)
         try:
-            peak = _peak(replace(planner.step, args=args, kwargs=kwargs), planner.leanest)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", "Using a target size")  # of a loss that holds the targets of all
+                peak = _peak(replace(planner.step, args=args, kwargs=kwargs), planner.leanest)
         except Exception:  # whatever a model, or a loss that holds all labels, may raise
             return
         yield Alternative(f"--batch {size}", f"a batch of {size}", peak)
