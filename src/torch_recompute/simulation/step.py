@@ -136,7 +136,7 @@ def simulate(
         accumulate: How many forwards and backwards come before the optimizer's step. Bytes are those of the last, which
             finds the gradients of the others; FLOPs those of all.
         set_to_none: Whether the gradients are gone when forward begins; False for `zero_grad(set_to_none=False)`, and
-            for a `zero_grad()` between forward and backward.
+            for a `zero_grad()` between forward and backward, of which the figure is an upper bound.
         rounding: What the size of each storage is rounded up to a multiple of, in bytes; by default 512 on CUDA, as its
             allocator does, and 1 elsewhere.
 
