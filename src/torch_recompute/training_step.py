@@ -23,6 +23,7 @@ from ._torch.fakes import APART, CPU
 from ._torch.graphs import gradient_hooks
 from .devices import Device, Where, where
 from .memory.batch import Batch, call_of, labels_of, signature_of
+from .memory.collectives import several_ranks
 from .memory.free import CONTEXT, free_bytes, held_bytes, memory_of, reserve
 from .memory.loop import COMMON, Loop
 from .memory.measurement import weights_of
@@ -94,19 +95,30 @@ class TrainingStep:
         return APART if self.where.roofline is not None and self.runs_on.type == "cpu" else CPU
 
     @property
+    def bucket_bytes(self) -> tuple[int, int]:
+        """The bytes of DDP's buckets, all gradients once more: those that are counted, and those that are not.
+
+        Not counted they are in a process that is one of several ranks of which nothing is said.
+        """
+        own = sum(weight.nbytes for weight in self.model.parameters() if weight.requires_grad)
+        return own * self.ranks.in_buckets, own * (self.ranks == ALONE and several_ranks())
+
+    @property
     def memory(self) -> tuple[int, int]:
         """The bytes that its peak may reach, and those beside them that are left: of what its device has free.
 
-        Of a device by its data sheet that is not here, all is free but a process's context.
+        Of a device by its data sheet that is not here, all is free but a process's context. DDP's buckets that are not
+        counted have room.
 
         Raises:
             ArgumentError: What is free is not known.
         """
         sheet = self.where.roofline
         if sheet is None or sheet.memory is None or self.runs_on.type == sheet.kind:
-            return free_bytes(self.model, self.runs_on, self.optimizer, self.call), reserve(memory_of(self.runs_on)[1])
+            free = free_bytes(self.model, self.runs_on, self.optimizer, self.call)
+            return free - self.bucket_bytes[1], reserve(memory_of(self.runs_on)[1])
         spare = reserve(sheet.memory)
-        return sheet.memory - CONTEXT - spare, spare
+        return sheet.memory - CONTEXT - spare - self.bucket_bytes[1], spare
 
     def free_bytes(self) -> int:
         """The bytes that its peak may reach; see `memory`."""

@@ -8,6 +8,7 @@ regions, with the same words.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,8 +20,22 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from support.models import Residual
-from torch_recompute import Choice, Plan, RecomputeError, apply, auto, make_plan, measure, no_recompute, recompute
+from torch_recompute import (
+    Choice,
+    Plan,
+    Ranks,
+    RecomputeError,
+    apply,
+    auto,
+    make_plan,
+    measure,
+    no_recompute,
+    recompute,
+)
 from torch_recompute.distributed import find_reentrant, fused_allreduce_gradients
+from torch_recompute.errors import size
+from torch_recompute.simulation.step import simulate_step
+from torch_recompute.training_step import TrainingStep
 
 WORLD = 2
 WIDTH = 8
@@ -472,6 +487,25 @@ def test_regions_and_other_checkpoints_are_not_named():
     """Regions, and PyTorch's checkpoints that are not reentrant, call no backward inside backward: not listed."""
     layer, x = nn.Linear(3, 3), torch.ones(2, 3, requires_grad=True)
     assert find_reentrant(torch_checkpoint(layer, recompute(layer)(x), use_reentrant=False)) == []
+
+
+def held_by_ddp():
+    """Steps of which no ranks are said, and of replicas: peaks, bytes of "fit" and words; and DDP's own buckets."""
+    model, x = nn.Sequential(*(Residual(WIDTH) for _ in range(4))), torch.randn(4, WIDTH)
+    model[0].requires_grad_(False)
+    alone = TrainingStep(model, (x,), loss=torch.sum, device="h100")
+    steps = alone, replace(alone, ranks=Ranks(dp=2, zero=0))
+    found = [(step.free_bytes(), simulate_step(step)) for step in steps]
+    held = DDP(model)._get_ddp_logging_data()["bucket_sizes"]
+    return [(free, one.peak_bytes, str(one)) for free, one in found], sum(map(int, held.split(",")))
+
+
+def test_the_buckets_of_ddp_count(ranks):
+    """DDP holds all gradients once more: a peak of replicas counts that, and one without ranks says and spares it."""
+    for ((free, peak, said), (most, counted_peak, counted)), held in ranks.run(held_by_ddp):
+        assert counted_peak - peak == most - free == held > 0
+        assert f"DDP's buckets ({size(held)})" in counted
+        assert f"under DDP its buckets ({size(held)}; ranks=Ranks(dp=2, zero=0) counts them)" in said
 
 
 def planned_everywhere(budgets, folder):

@@ -48,6 +48,9 @@ class Loop:
         training: Whether the model was in train mode.
         uncleared: How many parameters have gradients when forward begins, because the optimizer does not hold them.
         uncleared_bytes: The bytes of these gradients.
+        bucket_bytes: The bytes of DDP's buckets, which are no views of gradients by default and hold them once more
+            from `DDP(model)` on; 0 where DDP is not known of.
+        more_bucket_bytes: Those that are not counted, since nothing was said of the ranks.
     """
 
     hold_output: bool = True
@@ -62,6 +65,8 @@ class Loop:
     training: bool = True
     uncleared: int = 0
     uncleared_bytes: int = 0
+    bucket_bytes: int = 0
+    more_bucket_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name, means in _MEANS.items():
@@ -85,6 +90,13 @@ class Loop:
         return Loop(**self.words)
 
     @property
+    def not_counted(self) -> str:
+        """The words for memory beside the tensors of the step."""
+        size = errors.size(self.more_bucket_bytes)
+        buckets = f", and under DDP its buckets ({size}; ranks=Ranks(dp=2, zero=0) counts them)"
+        return NOT_COUNTED + buckets * (self.more_bucket_bytes > 0)
+
+    @property
     def keeps_gradients(self) -> bool:
         """Whether gradients are alive when forward begins."""
         return self.accumulate > 1 or not self.set_to_none
@@ -102,6 +114,7 @@ class Loop:
                 if self.state_bytes
                 else []
             ),
+            *([f"DDP's buckets ({errors.size(self.bucket_bytes)})"] if self.bucket_bytes else []),
             f"loss: {self.loss or 'not known'}",
             f"{self.accumulate} backwards per step, gradients alive in forward"
             if self.accumulate > 1

@@ -20,7 +20,7 @@ from typing import Any, NoReturn, Protocol, TypeVar, get_args, get_origin, get_t
 
 from .. import errors
 from .._text import counted, explained, listed, shown, table
-from ..memory.loop import COMMON, NOT_COUNTED, Loop
+from ..memory.loop import COMMON, Loop
 from ..memory.reserved import in_words
 from .choice import KINDS, RECOMPUTED, SHORT, Choice, Target, written
 from .labels import notes
@@ -237,7 +237,7 @@ class Prediction:
     def __str__(self) -> str:
         head = [
             f"budget {self.budget or errors.brief(self.budget_bytes)}",
-            *([] if self.loop is None else [f"counted: {self.loop}", f"not counted: {NOT_COUNTED}"]),
+            *([] if self.loop is None else [f"counted: {self.loop}", f"not counted: {self.loop.not_counted}"]),
             *([f"reserved: {in_words(self.reserved_bytes, self.expandable_bytes)}"] if self.reserved_bytes else []),
             f"step {_ms(self.step_seconds)} on {self.device}, {_ms(self.plain_step_seconds)} without recomputation; "
             f"{self.replay_flops / 1e9:,.1f} GFLOP replayed; within {100 * self.gap:.1f} % of optimal",

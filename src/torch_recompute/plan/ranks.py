@@ -183,6 +183,11 @@ class Ranks:
         """The number of ranks that share the optimizer's states."""
         return self.shards if self.fully_sharded else 1 if self.zero == 0 else self.dp * self.cp
 
+    @property
+    def in_buckets(self) -> bool:
+        """Whether DDP reduces the gradients, in buckets that are there throughout: replicas that share nothing."""
+        return self.zero == 0 and self.dp > 1 and not self.shares_experts
+
     def copies_of(self, weight: object) -> int:
         """The number of ranks with the same weight, where weights are whole: fewer of an expert's that is shared."""
         of_experts = not getattr(weight, "allreduce", True)

@@ -28,7 +28,6 @@ from .. import errors
 from .._text import close_to, counted, doing, listed, shown, table
 from ..devices import Roofline
 from ..memory.ledger import Block, largest
-from ..memory.loop import NOT_COUNTED
 from ..memory.operations import Operation
 from ..memory.reserved import EXPANDABLE
 from ..plan.apply import apply
@@ -57,7 +56,8 @@ PEAK_WORDS: Mapping[str, str] = {
     "loss": "what the loss makes, and what is as wide as the logits: these, copies in 32 bits, their gradients",
     "transient": "all else that passes: gradients of activations, what a replay or the optimizer's step makes, "
     "workspaces",
-    "buffers of ranks": "weights that FSDP has gathered, whole gradients, and what it sends and receives",
+    "buffers of ranks": "weights that FSDP has gathered, whole gradients, and what it sends and receives; "
+    "or the buckets in which DDP holds all gradients once more",
     "batch and output": "the call's tensors, and in forward the output that the step before has left",
     "step ms": "the time of the whole step",
     "replays ms": "what replays add to it",
@@ -438,7 +438,8 @@ def _said(steps: Sequence[ConfiguredStep]) -> Iterator[tuple[str, str]]:
         yield "bytes per parameter", f"{each} (of gradients and states, per trained one)"
     for loop in dict.fromkeys(one.simulation.loop for one in steps):
         yield "counted", str(loop)
-    yield "not counted", NOT_COUNTED
+    for words in dict.fromkeys(one.simulation.loop.not_counted for one in steps):
+        yield "not counted", words
     if all(one.reserved_bytes for one in steps):
         each = [f"{errors.size(one.reserved_bytes['expandable_bytes'])} with {one.name}" for one in steps]
         yield "reserved", f"by PyTorch's CUDA allocator; {listed(each)} under {EXPANDABLE}"

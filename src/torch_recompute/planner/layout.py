@@ -411,7 +411,9 @@ class LayoutRanks:
         """The ranks under a configuration that is stated, in as many tiles as a rank with all layers would have."""
         words: tuple[str, ...] = ()
         if self.leave.tiles:
-            step = dataclasses.replace(self.step, loop=Loop(hold_output=False, set_to_none=False))  # as in buffers
+            ranks = dataclasses.replace(self.layout.ranks, zero=self.layout.ranks.zero or None)  # whose buckets are
+            loop = Loop(hold_output=False, set_to_none=False)  # the gradients, which are there throughout
+            step = dataclasses.replace(self.step, loop=loop, ranks=ranks)
             plan, words = tiled(step, plan, simulate_step(step, prepare=partial(apply, plan=plan)))
         return ConfiguredLayout(name, self.layout, self.under(plan), words)
 

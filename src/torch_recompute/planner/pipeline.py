@@ -267,7 +267,9 @@ class RankPlanner(PipelineRank):
     def fitted(self, budget: Budget) -> tuple[TriedPlan, Limit]:
         """The cheapest choice for a budget, or that of the least need where none fits; the budget in bytes."""
         step, plain = self._of.step, self.plain.peak.bytes
-        wanted = bytes_meant(budget, lambda: self.least.peak.bytes, plain, lambda: step.free_bytes())
+        wanted = bytes_meant(
+            budget, lambda: self.least.peak.bytes, plain, lambda: step.free_bytes() + step.bucket_bytes[1]
+        )
         if self.plain.peak.bytes <= wanted:
             return self.plain, wanted
         return self._within(wanted) or self.least, wanted

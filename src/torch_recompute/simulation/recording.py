@@ -94,7 +94,7 @@ class Recording(SimulatedMeasurement):
     ) -> None:
         super().__init__(device, pretend, rounding=rounding)
         self._here, self.rounding = device, rounding
-        self._held: torch.UntypedStorage | None = None
+        self._held: list[torch.UntypedStorage] = []
         self._modules, self._watched = modules, watch
         self.flops: dict[str, int] = dict.fromkeys(PHASES, 0)
         self.kept: list[tuple[Entry, int]] = []
@@ -112,10 +112,10 @@ class Recording(SimulatedMeasurement):
         """The ledger of the device."""
         return self._ledgers[self._here]
 
-    def hold(self, nbytes: int) -> None:
+    def hold(self, nbytes: int, module: str = "") -> None:
         """Adds memory that is there from the beginning and stays, which no forward keeps for its backward."""
-        self._held = torch.UntypedStorage(nbytes, device="meta")
-        self.here.mark(self._held, ACTIVATIONS, Place())
+        self._held.append(torch.UntypedStorage(nbytes, device="meta"))
+        self.here.mark(self._held[-1], ACTIVATIONS, Place(module=module))
 
     def name(self, path: str, held: object, rank: int) -> None:
         """Counts the tensors of a parameter, or of its state, as of its path."""
@@ -163,7 +163,7 @@ class Recording(SimulatedMeasurement):
         """Records the activations that are kept for backward."""
         self.here.book_deaths()
         alive = ((entry, nbytes) for entry, nbytes in self.here.alive() if entry.rank == ACTIVATIONS)
-        self.kept = [(entry, nbytes) for entry, nbytes in alive if self._held is None or entry() is not self._held]
+        self.kept = [(entry, nbytes) for entry, nbytes in alive if not any(entry() is held for held in self._held)]
 
     def by_use(self, activations: Entries) -> dict[str, int]:
         """Bytes of activations, by what they are there for."""

@@ -11,7 +11,7 @@ import torch
 from .._text import grouped, shown, starred_path, table
 from ..errors import size
 from ..memory.ledger import Block, Place
-from ..memory.loop import NOT_COUNTED, Loop
+from ..memory.loop import Loop
 from ..memory.reserved import Reserved, in_words, reserved
 from ..memory.snapshot import write_snapshot
 
@@ -141,7 +141,7 @@ class Simulation(NamedTuple):
             + (f"; {self.uncounted}" if self.uncounted else ""),
             *_sums([*self.by_category.items(), *((f"  {use}", n) for use, n in self.activations_by_use.items())]),
             f"counted: {self.loop}",
-            f"not counted: {NOT_COUNTED}",
+            f"not counted: {self.loop.not_counted}",
             *([f"reserved: {in_words(*self.reserved_figures().values())}"] if self.on_cuda else []),
             f"kept for backward {size(self.saved_bytes)}",
             *_sums(_grouped(self.saved_by_module)[:_LINES]),

@@ -64,7 +64,7 @@ from .copies import Faker, others_as_before
 from .experts import share_experts
 from .fake_mode import FakeMode
 from .fully_sharded import shard
-from .recording import Recording, Unknown, Watch, uncounted
+from .recording import SHARDING, Recording, Unknown, Watch, uncounted
 from .result import Moment, Simulation
 
 Prepare = Callable[[nn.Module], object] | None
@@ -359,6 +359,7 @@ class _SimulatedStep:
         autocast = _torch.autocast_dtype(self._step.where.target.partition(" ")[0], self._device.type)
         state = state if state > _STATE * last.peak_bytes else 0
         sizes = {"batch_bytes": batch_bytes, "output_bytes": held, "state_bytes": state}
+        sizes |= dict(zip(("bucket_bytes", "more_bucket_bytes"), self._step.bucket_bytes, strict=True))
         loop = replace(loop, loss=seen.loss, autocast=autocast, training=self._model.training, **sizes)
         if isinstance(self._handle, Applied):
             self._handle.remove()  # so that the copy is gone with this, without the collector of cycles
@@ -458,6 +459,8 @@ class _SimulatedStep:
         held = held_by_libraries(self._pretend, self._device)
         if held:
             first.hold(held)
+        if self._step.ranks.in_buckets:
+            first.hold(self._step.bucket_bytes[0], SHARDING)
         return batch_bytes
 
     def _run(self) -> _Seen:
