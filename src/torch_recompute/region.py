@@ -350,14 +350,13 @@ def no_recompute(
         values_unused: Say that nothing which the region rebuilds needs the values of its output, only the shape, as
             with a product whose output goes through dropout and out of the region. Then the output is not kept, and
             the replay goes on with a shape-only tensor. Where it does meet something that needs values, the call is
-            repeated after all, in a second replay, with a warning.
+            repeated after all, in a second replay, with a warning. A sparse tensor and a subclass (`DTensor`) are kept.
 
     Returns:
         A callable with `fn`'s signature.
 
     Raises:
-        ArgumentError: `fn` is not callable, `store` is no store, or `fn` is marked `values_unused` and returns
-            a tensor subclass or a sparse tensor.
+        ArgumentError: `fn` is not callable, or `store` is no store.
         ChangedError: In backward, the output has been changed in place and the replay needs it.
 
     The idea is that of selective activation recomputation: Korthikanti et al., 2022 (arXiv 2205.05198).

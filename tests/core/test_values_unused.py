@@ -139,6 +139,29 @@ def test_what_is_unread_is_not_repeated(name: str, check: str) -> None:
     assert runs == 1
 
 
+class Wrapped(torch.Tensor):
+    """A tensor that is not plain, as a DTensor is."""
+
+
+@pytest.mark.parametrize(
+    "made", [torch.Tensor.to_sparse, lambda x: x.sin().as_subclass(Wrapped)], ids=["sparse", "subclass"]
+)
+def test_what_no_shape_can_stand_in_for_is_kept(made: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """A sparse result, or one of a subclass, is kept: the call runs once, gradients are the same."""
+
+    def gradient(values_unused: bool) -> tuple[torch.Tensor, int]:
+        tally, x = Tally(), torch.arange(1.0, 5.0).requires_grad_()
+        product = no_recompute(lambda x: (tally(), made(x))[1], values_unused=values_unused)
+        out = recompute(lambda x: product(x.exp()).to_dense().exp())(x)
+        out.as_subclass(torch.Tensor).sum().backward()
+        assert x.grad is not None
+        return x.grad.as_subclass(torch.Tensor), tally.count
+
+    (kept, _), (marked, runs) = gradient(values_unused=False), gradient(values_unused=True)
+    assert torch.equal(kept, marked)
+    assert runs == 1
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch.compile looks at it
 @pytest.mark.parametrize("name", READ)
 def test_what_is_read_is_repeated_and_said(name: str) -> None:

@@ -1272,9 +1272,6 @@ MISUSES: tuple[Callable[[], Any], ...] = (
         torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)), (torch.ones(2, 3),)
     ),
     # a replay that does something else
-    lambda: step(
-        lambda x: no_recompute(torch.Tensor.to_sparse, name="product", values_unused=True)(x.exp()).to_dense().exp()
-    ),
     lambda: measure([1]),
     lambda: demo.DemoConfig(steps=0).check(),
     lambda: demo.DemoConfig(d_model=130).check(),

@@ -5,7 +5,7 @@ the record keeps for the replay is the least that lets later code run as it did:
 something that the replay has; the contents of inputs that the call changed in place; the state of every generator
 that it advanced, so that random numbers drawn after the call are the same ones. Of a call whose result is said to be
 values_unused, the output's layout alone is kept, and a replay gets a tensor without values
-(`engine/shape_only.py`).
+(`engine/shape_only.py`), which can stand in for a plain one; a tensor subclass or a sparse one is kept.
 
 A saved call belongs to the record of the innermost region. Replays of outer regions reach it as well and get the
 same output, so a saved call runs once at any depth.
@@ -278,7 +278,9 @@ class SavedCall:
                 outputs.append(leaf.detach().requires_grad_() if made else leaf)
                 continue
             view = None if self.pure else _view(leaf, inputs)
-            outputs.append(view or (self._unkept(leaf) if self.values_unused else self._keep(leaf, store)))
+            stands_in = self.values_unused and _torch.is_plain(leaf) and leaf.layout is torch.strided
+            unkept = Unkept(TensorLayout.of(leaf), wants_grad(leaf)) if stands_in and view is None else None
+            outputs.append(view or unkept or self._keep(leaf, store))
         self._outputs = outputs
         self.finished = True
 
@@ -286,17 +288,6 @@ class SavedCall:
         if store is None:
             return Stored((tensor.detach(), version_of(tensor)), wants_grad(tensor))
         return Stored(Kept(store, tensor.detach(), self.name), wants_grad(tensor))
-
-    def _unkept(self, tensor: torch.Tensor) -> Unkept:
-        if not _torch.is_plain(tensor) or tensor.layout is not torch.strided:
-            raise errors.ArgumentError(
-                f"the saved call {self.name} is marked values_unused, and returns a {type(tensor).__name__} "
-                f"({str(tensor.layout).removeprefix('torch.')}); a tensor without values can stand in for a plain one "
-                "only.\n"
-                "  Keep its output: no_recompute(fn) without values_unused=True; in a plan, @product in the place of "
-                "@values_unused."
-            )
-        return Unkept(TensorLayout.of(tensor), wants_grad(tensor))
 
     @tracing.as_it_is
     def pack(
