@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Callable
@@ -265,6 +266,26 @@ def test_a_changed_argument_is_named() -> None:
     (row,) = audit(changed_later, (leaf(),)).rows
     assert (row.kind, row.region) == ("mutates", "early")
     assert row.detail.startswith("argument 0 of early has been changed in place")
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_what_a_collective_returns_is_looked_at_once_it_is_there(arrives: bool) -> None:
+    """What an asynchronous collective returns holds anything until the wait; only what the wait returns is compared."""
+    library, numbers = torch.library.Library("_c10d_functional", "FRAGMENT"), itertools.count(1)
+    library.define("sent(Tensor x) -> Tensor")
+    library.impl("sent", lambda x: torch.full_like(x, next(numbers)), "CompositeExplicitAutograd")
+    sent, wait = torch.ops._c10d_functional.sent, torch.ops._c10d_functional.wait_tensor
+
+    def shared(x: torch.Tensor) -> torch.Tensor:
+        got = sent(x.detach())
+        return x * wait(got.copy_(x.detach()) if arrives else got)
+
+    try:
+        found = audit(recompute(shared, name="shared"), (leaf(),))
+    finally:
+        library._destroy()
+    expected = [] if arrives else [("differs", "_c10d_functional.wait_tensor")]
+    assert rows(found, "kind", "op") == expected
 
 
 def test_the_line_in_a_model_of_torchs_modules() -> None:

@@ -220,7 +220,7 @@ class Recorder(TorchDispatchMode):
             if name in _UNDEFINED:
                 out.zero_()
             self._number(Operation(func, args, kwargs, out))
-            if place is not None and place.runs and name != "aten.detach":
+            if place is not None and place.runs and name != "aten.detach" and not name.startswith("profiler."):
                 _describe(op, func, args, kwargs, out, written)
                 what = _sync_of(name, func, args, kwargs, out)
                 for run in place.runs:
@@ -396,7 +396,10 @@ def _describe(op: RecordedOp, func: Any, args: Any, kwargs: Any, out: Any, writt
     if op.op in _CHOICES and isinstance(args[0], torch.Tensor) and args[0].is_floating_point():
         shown = results
         op.chosen = Indices(_by_token(op.op, results[_CHOICES[op.op]].detach(), args, kwargs), op.op in _SORTS)
-    if not leaves(written):  # else it is the memory of an input, but with other contents
+    kind, _, name = op.op.partition(".")
+    if kind.startswith("_c10d_functional"):  # whose results are there after the wait
+        shown = results if name == "wait_tensor" else []
+    elif not leaves(written):  # else it is the memory of an input, but with other contents
         shown = [tensor for tensor in shown if not {id(storage) for _, storage in storages(tensor)} & inputs]
     op.samples = [sample for sample in map(sample_of, shown) if sample is not None]
 
