@@ -34,6 +34,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import CheckpointError, create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
@@ -862,6 +863,11 @@ def two_ranks() -> Any:
         dist.destroy_process_group()
 
 
+def simulates_wrapped(wrap: Callable[[torch.nn.Module], torch.nn.Module]) -> None:
+    with two_ranks():
+        simulate(torch.nn.Sequential(wrap(nn_linear())), (vector(),))
+
+
 def with_gradient(grad: torch.Tensor) -> torch.nn.Parameter:
     weight = torch.nn.Parameter(torch.ones(3))
     weight.grad = grad
@@ -1644,6 +1650,8 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: simulate(Converts(4, 4), (torch.ones(2, 4),)),
     lambda: simulate(Reads(), (torch.empty(2**25, device="meta"),), device="cpu"),
     lambda: simulate(Reaches(), (vector(),), loss=torch.sum),
+    lambda: simulates_wrapped(DistributedDataParallel),
+    lambda: simulates_wrapped(functools.partial(FullyShardedDataParallel, device_id=torch.device("cpu"))),
     # --- ChangedError
     # a discarded output
     lambda: discards(lambda h: h.mul_(2).cos()),

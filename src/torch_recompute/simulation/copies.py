@@ -52,6 +52,7 @@ class Faker:
         several = isinstance(things, (list, tuple))
         for thing in things if several else [things]:
             if isinstance(thing, nn.Module):
+                _check_unwrapped(thing)
                 for name, tensor in (*thing.named_parameters(), *thing.named_buffers()):
                     self.tensor(tensor, name)
         with _Copying(self):
@@ -161,6 +162,24 @@ class Faker:
             place.resize_(whole.nbytes())
         place, _ = self._storages[identity]
         return self._maker(over(place, tensor.storage_offset(), tensor), device)
+
+
+def _check_unwrapped(model: nn.Module) -> None:
+    """Refuses a model with a module that talks to other ranks, and would do so in a simulated step."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    for path, module in model.named_modules():
+        within = f"{path and f'{path} of '}the model is wrapped in {type(module).__name__}"
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise errors.ArgumentError(
+                f"{within}, whose reductions wait for the other ranks; a plan is of the module inside, and its step is "
+                "simulated in this process alone.\n"
+                "  Write make_plan(ddp.module, batch, ...) and apply(ddp.module, plan), before or after DDP(model)."
+            )
+        if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
+            raise errors.ArgumentError(
+                f"{within}, whose weights are on the other ranks, too, and cannot be simulated in this process.\n"
+                "  Plan the model as it was before it was wrapped: make_plan(model, batch, ranks=Ranks(fsdp=8), ...)."
+            )
 
 
 def _names(code: types.CodeType) -> set[str]:
