@@ -26,7 +26,7 @@ from support.advice import printed_code_runs
 from support.models import Made, deep_is_made
 from support.unchanged import unchanged
 from support.zoo import mean_loss
-from torch_recompute import Choice, Plan, apply, doctor, make_plan, recompute
+from torch_recompute import Choice, Plan, apply, doctor, make_plan, recompute, verify
 from torch_recompute.commands import cli
 from torch_recompute.doctor import step_watcher
 from torch_recompute.doctor.checks import CHECKS, _budget, look_for
@@ -624,6 +624,18 @@ def test_under_ddp() -> None:
         dist.destroy_process_group()
     assert (found.kind, found.where, found.figures) == ("reentrant", "module.*.inner", {"calls": 2, "under_ddp": 1.0})
     assert "That is around this model." in found.seen
+
+
+def test_a_plan_of_the_module_inside_ddp() -> None:
+    """With a plan, too, the module inside DDP is examined and verified, whose paths the plan has."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        model, plan = DistributedDataParallel(nn.Sequential(nn.Linear(SIZE, SIZE), nn.GELU())), Plan((Choice(("0",)),))
+        report = doctor.examine(model, batch(), loss=torch.sum, plan=plan)
+        assert verify(model, batch(), loss=torch.sum, plan=plan)
+    finally:
+        dist.destroy_process_group()
+    assert report.model == "Sequential"
 
 
 def test_fallbacks() -> None:

@@ -105,7 +105,7 @@ def examine(
 
 def _evidence(step: TrainingStep, plan: Plan | None, budget: int | float | str | None, not_run: str) -> Evidence:
     """Gathers the evidence for all checks; `not_run` is the reason not to run the model, if there is one."""
-    parallel = plan is None and isinstance(step.model, DistributedDataParallel)
+    parallel = isinstance(step.model, DistributedDataParallel)
     if parallel:  # its steps would wait for other ranks
         step = replace(step, model=cast("nn.Module", step.model.module))
     since, steps = Compiled(), SimulatedSteps(step, plan)

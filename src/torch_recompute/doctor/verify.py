@@ -16,10 +16,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from .. import errors
 from .._text import at_work, counted, paragraph, shown
@@ -136,7 +137,7 @@ def verify(
     at a time.
 
     Args:
-        model: The model, without a plan in it.
+        model: The model, without a plan in it. Of one in `DistributedDataParallel` the module inside is verified.
         args: A batch, see `make_plan`. Tensors are copied; those that require grad are compared, too.
         kwargs: More keyword arguments of the call.
         plan: The plan.
@@ -152,6 +153,8 @@ def verify(
     if not isinstance(model, nn.Module) or not isinstance(plan, Plan):
         raise errors.ArgumentError(not_applicable(model, plan))
     args, kwargs, loss = with_labels("verify", model, args, kwargs, loss)
+    if isinstance(model, DistributedDataParallel):  # its steps would wait for other ranks
+        model = cast("nn.Module", model.module)
     call = call_of("verify", model, args, kwargs)
     apply(model, plan).remove()
     likely, tried = (), False
