@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from support.unchanged import unchanged
 from torch_recompute import ArgumentError, Choice, Plan, no_recompute, recompute, verify
@@ -45,6 +49,20 @@ def batch() -> torch.Tensor:
 
 def all_layers() -> Plan:
     return Plan(tuple(Choice((str(i),)) for i in range(4)), "by hand")
+
+
+def test_shards_are_compared_where_they_are() -> None:
+    """Of a weight that ranks share unevenly, a rank compares its own rows."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        one, other = (
+            DTensor.from_local(rows, mesh, [Shard(0)], shape=torch.Size([5, 4]), stride=(4, 1), run_check=False)
+            for rows in (torch.ones(3, 4), torch.full((3, 4), 1.5))
+        )
+        assert (distance(one, one), distance(one, other)) == (0.0, 0.5)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_plan_changes_nothing() -> None:

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from .. import _torch
+from .._torch.fakes import is_sharded
 from ..engine.captures import Captures
 from ..engine.mismatch import digest
 from ..memory.saved import CallState, module_names
@@ -83,7 +84,8 @@ def sample_of(tensor: torch.Tensor) -> TensorSample | None:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.detach().resolve_conj().resolve_neg()
+    local: Any = tensor.detach()
+    flat = (local.to_local() if is_sharded(tensor) else local).resolve_conj().resolve_neg()  # shards may be uneven
     if flat.layout is not torch.strided:
         flat = flat.values() if flat.is_nested else flat.to_dense()
     return flat.reshape(-1)
