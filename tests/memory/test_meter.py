@@ -14,8 +14,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from support.acted import ActedAllocator
-from torch_recompute import recompute
-from torch_recompute.memory import allocator, measure
+from torch_recompute import ArgumentError, recompute
+from torch_recompute.memory import allocator, measure, meter
 from torch_recompute.memory.elastic import Elastic, _Pool
 from torch_recompute.memory.free import heap
 from torch_recompute.memory.meter import HeapMeter, meter_for
@@ -160,6 +160,19 @@ def test_on_the_cpu_a_lap_is_the_allocators_peak(stretches: Callable[[Laps], Any
         for name, exact, told in laps.found:
             assert 0 <= told - exact <= 0.02 * exact + 2**16, (name, exact, told)
         del kept
+
+
+def test_a_probe_may_be_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The heap is taken where one of a few probes is seen, and is not probed again; it is not where none is."""
+    seen = iter([0, 0, 0, 2**30])  # another thread frees what the first probe takes
+
+    monkeypatch.setattr(meter, "heap", hidden := lambda: (next(seen), 0))
+    assert isinstance(meter_for(torch.device("cpu")), HeapMeter)
+    assert isinstance(meter_for(torch.device("cpu")), HeapMeter)
+    meter._followed.remove(hidden)
+    monkeypatch.setattr(meter, "heap", lambda: (0, 0))
+    with pytest.raises(ArgumentError, match="bytes alive"):
+        meter_for(torch.device("cpu"))
 
 
 @WITH_HEAP

@@ -37,6 +37,8 @@ from .free import heap
 from .measurement import running
 
 _PROBE = 2**22  # bytes
+_PROBES = 8
+_followed: list[object] = []
 
 
 class Meter(Protocol):
@@ -181,7 +183,16 @@ def meter_for(device: torch.device) -> Meter:
 
 
 def _heap_follows() -> bool:
-    """Whether the heap of the C library is where PyTorch allocates, and not that of another malloc."""
+    """Whether the heap of the C library is where PyTorch allocates, and not that of another malloc.
+
+    Another thread may free what hides a probe, so one of a few is enough, once.
+    """
+    if not _followed and any(_probe_is_seen() for _ in range(_PROBES)):
+        _followed.append(heap)
+    return heap in _followed
+
+
+def _probe_is_seen() -> bool:
     before = _in_use()
     probe = torch.empty(_PROBE, dtype=torch.uint8, device="cpu")
     return _in_use() - before >= probe.numel()
