@@ -228,12 +228,17 @@ def test_every_layout_has_a_plan_or_a_sentence(layers: int) -> None:
 def test_what_a_rank_holds_is_a_sum() -> None:
     """By hand: the first of two stages under 1F1B at its fullest, and the optimizer's step where that is more."""
     own = {("F", False): 7, ("F", True): 7, ("B", False): 30, ("B", True): 20}
-    stage = StageBytes(100, 2, 40, 0, output_bytes=3, whole_bytes=10, half_bytes=0, through_bytes=0, own=own)
+    stage = StageBytes(
+        100, 2, 40, 0, output_bytes=3, returned_bytes=3, whole_bytes=10, half_bytes=0, through_bytes=0, own=own
+    )
     rank = RankMemory(schedule_steps(one_f_one_b(2, 4)[0]), 4, False, optimizer=(50, 5))
     # Always 100 + 50, four parts of 2 of the batch, four buffers of 3; gradients, one that waits, what was sent first,
     # and the backward's own.
     peak = rank.peak({0: stage})
     assert peak.bytes == 100 + 50 + 4 * 2 + 4 * 3 + 40 + 10 + 3 + 20
     assert "a backward of stage 0" in peak.where
+    assert (
+        rank.peak({0: replace(stage, returned_bytes=0)}).bytes == peak.bytes - 4 * 3
+    )  # its outputs require no gradient
     light = replace(stage, whole_bytes=0, own=dict.fromkeys(own, 0))
     assert RankMemory(rank.steps, 4, False, optimizer=(50, 500)).peak({0: light}).step is None

@@ -10,10 +10,10 @@ microbatches (`stage_runs.py`), and with the counts of `schedules.py` this is al
     per microbatch that is through what the runtime keeps of it until the step ends
     the action     what it takes above these
 
-torch's runtime makes one buffer for the input and one for the gradient of the output of every microbatch and keeps
-them, holds the last stage's outputs to the end of the step, and what it has sent until it sends the next of the same
-sort (`to_the_end`: until all actions have run). Megatron's releases what is sent, has buffers for gradients from the
-start, and what it receives is part of what a microbatch keeps. Bytes are exact, nothing is rounded.
+torch's runtime makes one buffer for the input and one for the gradient of the output, if that requires one, of every
+microbatch and keeps them, holds the last stage's outputs to the end of the step, and what it has sent until it sends
+the next of the same sort (`to_the_end`: until all actions have run). Megatron's releases what is sent, has buffers for
+gradients from the start, and what it receives is part of what a microbatch keeps. Bytes are exact, nothing is rounded.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class StageBytes:
     gradient_bytes: int  # of the parameters
     input_bytes: int  # received from the stage before; 0 on the first
     output_bytes: int  # sent to the next stage; 0 on the last
+    returned_bytes: int  # received from it: the gradients of those outputs that require one
     whole_bytes: int  # kept from the end of its forward to its backward, the output counted, the input not
     half_bytes: int  # kept between the halves of a backward
     through_bytes: int  # kept after its backward until the step ends
@@ -117,7 +118,7 @@ class RankMemory:
 
     def _sent(self, stages: Sequence[StageBytes]) -> int:
         """The bytes of the batch, and of the buffers that are there throughout the step."""
-        return self._microbatches * sum(s.batch_bytes + s.input_bytes + s.output_bytes for s in stages)
+        return self._microbatches * sum(s.batch_bytes + s.input_bytes + s.returned_bytes for s in stages)
 
     def made_of(
         self, stages: Mapping[int, StageBytes], uses: Mapping[int, Mapping[str, Mapping[str, int]]]
@@ -169,7 +170,7 @@ class RankMemory:
         had = self._preallocated or step.weights[action.stage] > 0
         own = stage.after.get((action.kind, had, last[action.stage]), stage.own[action.kind, had])
         if action.kind in (BACKWARD, INPUTS) and action.stage in self._here:
-            own -= stage.output_bytes  # it is in the buffer of the next
+            own -= stage.returned_bytes  # it is in the buffer of the next
         for number, counts in self._counts[id(step)]:
             s, before = stages[number], last[number]
             own += s.gathered.get(before, 0)

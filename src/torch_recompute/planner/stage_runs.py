@@ -300,7 +300,7 @@ class _Microbatches:
         self._kept: list[Any] = []
         self._peaks: dict[str, ActionPeak] = {}
         self._own: dict[tuple[str, bool], int] = {}
-        self._end = 0
+        self._end = self._returned_bytes = 0
 
     def _seen(self, phase: str, ran: Operation) -> None:
         self._read.update(id(storage) for _, storage in ran.given)
@@ -330,13 +330,15 @@ class _Microbatches:
         mine = self._mine()
         received = 0 if self._is_first else of.bytes_of(of.layers[self._start].inputs)
         # One that releases has no buffers for what it sends and receives, nor for the batch.
-        buffers = (0, 0, 0) if of.release else (self._batch_bytes(), received, self._sent_bytes)
+        there = self._batch_bytes(), received, self._sent_bytes, self._returned_bytes
+        buffers = (0, 0, 0, 0) if of.release else there
         figures = StageBytes(
             static_bytes=of.bytes_of(mine.values()),
             batch_bytes=buffers[0],
             gradient_bytes=of.gradient_bytes(),
             input_bytes=buffers[1],
             output_bytes=buffers[2],
+            returned_bytes=buffers[3],
             whole_bytes=whole,
             half_bytes=half,
             through_bytes=through,
@@ -399,6 +401,7 @@ class _Microbatches:
             return whole, 0, 0
         of.modules.step, self._recording.counting = "backward", of.release
         gradients = [torch.empty_strided(*shape, dtype=dtype, device=of.device) for *shape, dtype in like] or None
+        self._returned_bytes = of.bytes_of(gradients or ())
         half = 0
         self._recording.counting = True
         start = len(self._timeline)
@@ -617,6 +620,7 @@ class _ShardedMicrobatches(_Microbatches):
         out = self._kept[-1][-1:] if self._is_last else [x for x in _tensors(self._out) if x.requires_grad]
         shapes = [] if self._is_last else [(x.shape, x.stride(), x.dtype) for x in out]
         gradients = [torch.empty_strided(*shape, dtype=dtype, device=of.device) for *shape, dtype in shapes]
+        self._returned_bytes = of.bytes_of(gradients)
         whole = self._live - level - (of.bytes_of(self._sharded.held) - held)
         return _Flight(self._given, list(out), gradients or None, whole, self._kept[-1] if self._is_last else ())
 
