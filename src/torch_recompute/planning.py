@@ -527,8 +527,8 @@ def make_plan(
             mapping (a dict, a `BatchEncoding`) for `model(**batch)`.
         kwargs: More keyword arguments of the call; with `sizes`, of every call.
         budget: The most bytes alive at any time of the step, parameters, gradients and optimizer included: a number,
-            or text as "24GiB"; or a fraction of the way from the least feasible peak, which is 0, to that of the
-            step without recomputation, which is 1; or "fit": what is free on the device now, or what one by name has.
+            or text as "24GiB"; or a fraction, from 0 to below 1, of the way from the least feasible peak to that of the
+            step without recomputation; or "fit": what is free on the device now, or what one by name has.
         loss: See `profile`, as the next two.
         optimizer: A name ("adamw", "sgd"), a class, a function from a list of parameters to an optimizer, or an
             optimizer of the model's parameters.
