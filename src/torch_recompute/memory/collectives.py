@@ -240,8 +240,8 @@ def _refused(region: str, operation: str, among: frozenset[int] | None, sharding
             "that gathers them for the module's backward"
         )
         instead = (
-            "Let the region end where the sharded module does: recompute(module, elastic=...), or a plan, whose "
-            "regions are inside the module's hooks."
+            "Let regions and sharded modules be the same: fully_shard(module) of what the region runs and of nothing "
+            "below it; or a region of each sharded module, recompute(module, elastic=...) or a Choice of its path."
         )
     return (
         f"{region} is elastic, and {found}. Each rank evicts by its own memory, so one that replays the region alone "
