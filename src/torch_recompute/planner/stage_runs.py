@@ -401,8 +401,7 @@ class _Microbatches:
             return whole, 0, 0
         of.modules.step, self._recording.counting = "backward", of.release
         gradients = [torch.empty_strided(*shape, dtype=dtype, device=of.device) for *shape, dtype in like] or None
-        self._returned_bytes = of.bytes_of(gradients or ())
-        half = 0
+        half, self._returned_bytes = 0, of.bytes_of(gradients or ())
         self._recording.counting = True
         start = len(self._timeline)
         if self._halves:
