@@ -76,9 +76,12 @@ class Net(nn.Module):
     def __init__(self, fails: str) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.fails = fails
+        self.fails, self.hooked = fails, True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.hooked:  # as transformers does where hidden states are first asked for
+            self.blocks[0].up.register_forward_hook(lambda _, args, output: output * 2)
+            self.hooked = True
         for number, block in enumerate(self.blocks):
             x = block(x)
             if number == 1 and (self.fails == "in forward" or (self.fails == "with values" and not is_fake(x))):
@@ -96,7 +99,10 @@ def loss_of(net: Net) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 class Scene:
-    """A training in the middle: gradients, an optimizer with state, hooks, one part frozen, another in `eval`."""
+    """A training in the middle: gradients, an optimizer with state, hooks, one part frozen, another in `eval`.
+
+    The next call of the model registers a hook.
+    """
 
     def __init__(self, fails: str = "") -> None:
         torch.manual_seed(0)
@@ -110,7 +116,7 @@ class Scene:
         self.net.blocks[0].norm.eval()
         self.net.blocks[1].up.bias.requires_grad_(False)
         self.net.blocks[1].register_forward_hook(lambda *_: None)
-        self.net.fails = fails
+        self.net.fails, self.net.hooked = fails, False
         self.plan = Plan((Choice(("blocks.0",)), Choice(("blocks.1",), keep=("@product",))))
 
     def picture(self) -> dict[str, Any]:

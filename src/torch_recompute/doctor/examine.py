@@ -180,7 +180,7 @@ def _observe(call: ModelCall, model: nn.Module, loss: Callable[[Any], torch.Tens
     try:
         try:
             with checkpoints_run_by(counting):
-                result = step()
+                result = call.step(loss, needs_grad=False)  # `go_back` would remove the watcher's hooks
         except torch.OutOfMemoryError:
             raise
         except Exception as error:

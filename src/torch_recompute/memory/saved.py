@@ -12,9 +12,9 @@ the first of these that holds:
 
 Parameters, buffers and inputs were there before: they cost nothing, and are listed apart (`existing`), with 0 bytes.
 
-No region replays. Generators, buffers and the attributes of modules are put back; what else the model does to the world
-stays done, as after any call. The table groups rows that differ only in the numbers within their module's path, as the
-layers of a stack do.
+No region replays. Generators, buffers, hooks and the attributes of modules are put back; what else the model does to
+the world stays done, as after any call. The table groups rows that differ only in the numbers within their module's
+path, as the layers of a stack do.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from .. import errors
 from .._text import counted, grouped, shown, starred, starred_path, table
@@ -56,8 +57,8 @@ def saved_activations(
         kept.total_bytes, kept.by_module(), kept.by_line(), kept.by_kind()
 
     The model is called once, with grad, on its arguments as they are; fake and meta tensors will do, so a model of
-    any size can be asked. Gradients, generators and the buffers of its modules are left as they were (the buffers are
-    copied for the time of the call); caches of autocast are emptied.
+    any size can be asked. Gradients, generators, hooks and the buffers of its modules are left as they were (the
+    buffers are copied for the time of the call); caches of autocast are emptied.
 
     Args:
         model: A module or another callable.
@@ -163,16 +164,22 @@ def generators_as_before() -> Generator[None]:
             ambient.restore(state)
 
 
+_HOOKS = frozenset(name for name in vars(nn.Module()) if "_hooks" in name)
+
+
 class CallState:
-    """The buffers and generators that a call reaches, as they are now.
+    """The buffers, generators and tables of hooks that a call reaches, as they are now.
 
     Attributes:
         generators: Each generator, with its state.
     """
 
     def __init__(self, reach: Captures, values: Iterable[Any]) -> None:
-        self._namespaces = [(held, dict(held)) for held in reach.buffers()]
-        buffers = [buffer for held, _ in self._namespaces for buffer in held.values() if buffer is not None]
+        # The first call of a LazyModule, which removes a hook, stays done.
+        own = [vars(module) for module in reach.modules if not isinstance(module, LazyModuleMixin)]
+        hooks = [held for names in own for name, held in names.items() if name in _HOOKS]
+        self._namespaces = [(held, dict(held)) for held in (*reach.buffers(), *hooks)]
+        buffers = [buffer for held in reach.buffers() for buffer in held.values() if buffer is not None]
         stored = {id(storage): storage for buffer in buffers for _, storage in storages(buffer)}.values()
         self._contents = [(storage, storage.clone()) for storage in stored if storage.device.type != "meta"]
         self._versions = versions_of(buffers)  # a graph around may have saved them
