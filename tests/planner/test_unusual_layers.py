@@ -76,6 +76,26 @@ def every_other(x: torch.Tensor) -> torch.Tensor:
     return x[wanted].view(*x.shape[:-1], -1).repeat(1, 1, 2)
 
 
+def unpadded(x: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """Rows that are kept, with as much padding as the longest needs, as Longformer's global attention."""
+    lengths = kept.long().sum(1)
+    inside = torch.arange(lengths.max()) < lengths[:, None]
+    made = x.new_zeros(*inside.shape, x.shape[2])
+    made[inside.nonzero(as_tuple=True)] = x[kept.nonzero(as_tuple=True)]
+    return made
+
+
+def first_rows(x: torch.Tensor) -> torch.Tensor:
+    """Rows by a mask that is added to scores, made of lengths."""
+    mask = (torch.arange(x.shape[1]) < torch.tensor([[300], [40], [512], [7]])).long()
+    return unpadded(x, (1.0 - mask) * torch.finfo(x.dtype).min == 0)
+
+
+def alternating_rows(x: torch.Tensor) -> torch.Tensor:
+    """Rows by a mask of unknown values, which holds for every other one."""
+    return unpadded(x, (torch.arange(float(4 * 512)) % 2 == 0).view(4, 512))
+
+
 def matched(x: torch.Tensor) -> torch.Tensor:
     """Rows in an order that a library other than PyTorch chooses."""
     order = x.detach().cpu().numpy().sum((1, 2)).argsort()
@@ -93,6 +113,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "lstm of two layers, both ways": (lambda: Around(nn.LSTM(WIDTH, WIDTH // 2, 2, bidirectional=True)), (8, 4, WIDTH)),
     "gru": (lambda: Around(nn.GRU(WIDTH, WIDTH)), (8, 4, WIDTH)),
     "mask of an activation": (lambda: Around(every_other), (4, 8, WIDTH)),
+    "unpadded by lengths": (lambda: Around(first_rows), (4, 512, WIDTH)),
+    "unpadded by unknown values": (lambda: Around(alternating_rows), (4, 512, WIDTH)),
     "matcher": (lambda: Around(matched), (4, 8, WIDTH)),
     "cholesky": (lambda: Around(lambda x: torch.linalg.cholesky(positive(x))), SQUARE),
     "inverse": (lambda: Around(lambda x: torch.linalg.inv(positive(x))), SQUARE),

@@ -158,6 +158,18 @@ class Reads(torch.nn.Module):
         return x.nonzero()
 
 
+class Pads(torch.nn.Linear):
+    """Writes the rows of which the first element is positive into a tensor as long as the longest."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        kept = input[..., 0] > 0
+        lengths = kept.float().sum(1).long()
+        inside = torch.arange(lengths.max()) < lengths[:, None]
+        made = input.new_zeros(*inside.shape, input.shape[2])
+        made[inside.nonzero(as_tuple=True)] = super().forward(input)[kept.nonzero(as_tuple=True)]
+        return made
+
+
 class Differentiates(torch.nn.Module):
     """A layer that asks for a gradient by `torch.func`."""
 
@@ -1652,6 +1664,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: simulate(Reaches(), (vector(),), loss=torch.sum),
     lambda: simulates_wrapped(DistributedDataParallel),
     lambda: simulates_wrapped(functools.partial(FullyShardedDataParallel, device_id=torch.device("cpu"))),
+    lambda: simulate(Pads(4, 4), (torch.ones(2, 512, 4),), loss=torch.sum),
     # --- ChangedError
     # a discarded output
     lambda: discards(lambda h: h.mul_(2).cos()),

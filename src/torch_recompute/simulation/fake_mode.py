@@ -40,7 +40,7 @@ from ..memory.operations import Operation, PlainFormulas, Seen
 from ..memory.saved import generators_as_before
 from ..memory.workspaces import RECURRENT, reserve, takes_nothing, target_of, watched, workspace
 from .cuda_decompositions import AsOnCuda, autocast_of_cuda, capability_of
-from .made_up import MadeUp, is_code, is_room, stays
+from .made_up import MadeUp, counts, is_code, is_room, stays
 from .recipes import DRAWS, GROUPED, MASKED, UNKNOWN, Recipes, key_of, kind_of
 
 aten: Any = torch.ops.aten
@@ -218,14 +218,17 @@ class FakeMode(TorchDispatchMode):
             return self._with_reserve(func, args, kwargs, out)
         if views or writing or func in DRAWS:
             return out
+        if counts(leaves((args, kwargs)), leaves(out)):
+            self._recipes.known = None
+            return self._run(func, args, kwargs)
         return self._values.decided(func, args, out)
 
     def _real(self, func: Any, args: Any, kwargs: Any, real: bool) -> Any:
         """An operation on real tensors alone, or on none."""
         if not any(kind_of(func)):
             out = self._simulated(func, args, kwargs, real)
-            made = leaves(out)
-            if not all(map(stays, made)) or (not real and any(is_code(x) or is_room(x) for x in made)):
+            made, given = leaves(out), max((x.numel() for x in leaves((args, kwargs))), default=0)
+            if not all(stays(x, given) for x in made) or (not real and any(is_code(x) or is_room(x) for x in made)):
                 return out
         return self._in_the_act(func, args, kwargs)
 

@@ -3,15 +3,16 @@
 A fake tensor has no values, and models read some: Hugging Face looks at the attention mask and gives none to the kernel
 where nothing is masked, a mixture of experts reads which tokens go where, an optimizer the number of its step. What is
 read is small and made of integers. So tensors of integers and booleans stay real as long as they come from real ones,
-up to `INTEGERS` elements, and so do floating tensors of up to `FLOATS`. Where integers come out of fake ones, values
-are made up: indices are spread evenly (`topk` of a router then sends as many tokens to each expert), booleans
-alternate, a float that is read is 1, also where values leave PyTorch (`x.numpy()`), and a factorization succeeds. Each
-such decision is recorded with the operation and the module that made it.
+up to `INTEGERS` elements, and so do floating tensors of up to `FLOATS`, or `MASKS` if no larger than a real tensor that
+they come from, as a mask that is added to scores. Where integers come out of fake ones, values are made up: indices are
+spread evenly (`topk` of a router then sends as many tokens to each expert), booleans alternate, also where they are
+counted or cast, a float that is read is 1, also where values leave PyTorch (`x.numpy()`), and a factorization succeeds.
+Each such decision is recorded with the operation and the module that made it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -25,6 +26,7 @@ from .._torch.tensors import mapped
 
 INTEGERS = 2**24
 FLOATS = 2**10
+MASKS = 2**18
 MADE_UP = 2**22
 
 _CHOICES = {"topk", "sort", "argsort", "argmax", "argmin", "max", "min", "multinomial", "mode", "median", "kthvalue"}
@@ -50,9 +52,15 @@ def is_decided(result: torch.Tensor) -> bool:
     return not floats(result) and result.dtype not in _NO_CHOICE and result.numel() <= MADE_UP
 
 
-def stays(tensor: torch.Tensor) -> bool:
-    """Whether a tensor that could be real is."""
-    return tensor.numel() <= (FLOATS if floats(tensor) else INTEGERS)
+def stays(tensor: torch.Tensor, given: int = 0) -> bool:
+    """Whether a tensor that could be real is; `given` are the elements of the largest one that it comes from."""
+    return tensor.numel() <= (max(FLOATS, min(given, MASKS)) if floats(tensor) else INTEGERS)
+
+
+def counts(given: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> bool:
+    """Whether integers are made of booleans alone, for which values are made up first."""
+    of_booleans = all(tensor.dtype is torch.bool and tensor.numel() <= MADE_UP for tensor in given)
+    return of_booleans and any(map(is_decided, results))
 
 
 def is_code(tensor: torch.Tensor) -> bool:

@@ -505,8 +505,14 @@ class _SimulatedStep:
         return second
 
     def _backward(self, value: torch.Tensor) -> None:
-        with _outside_autocast(self._device.type), others_as_before(value, self._own):
-            value.backward()
+        try:
+            with _outside_autocast(self._device.type), others_as_before(value, self._own):
+                value.backward()
+        except RuntimeError as error:
+            if isinstance(error, errors.RecomputeError) or not self._pretend.assumed:
+                raise
+            name, assumed = type(self._step.model).__name__, "; ".join(self._pretend.assumed)
+            raise errors.RecomputeError(_backward_fails(name, error, assumed)) from error
 
 
 OF_WHOLE_WEIGHTS = (
@@ -515,6 +521,16 @@ OF_WHOLE_WEIGHTS = (
     "  Pass what registers the hooks as the optimizer: a function from a list of parameters to an optimizer, which is "
     "called with the parts."
 )
+
+
+def _backward_fails(model: str, error: Exception, assumed: str) -> str:
+    """Text for a backward that fails where something was assumed of values."""
+    return (
+        f"simulate: the backward of {model} fails: {str(error).partition(chr(10))[0]}. Simulated tensors have no "
+        f"values, and what was assumed of them may not fit together: {assumed}.\n"
+        "  If a real step does not fail, compute what selects elements, as masks and lengths, from arguments of "
+        "integers or booleans, whose values are known; or use RecomputeConfig, which simulates nothing."
+    )
 
 
 def _accumulates(times: int, optimizer: torch.optim.Optimizer) -> str:
