@@ -22,7 +22,9 @@ from torch.optim import optimizer as optimizers
 from support.models import Made
 from torch_recompute import Applied, Plan, apply, auto, measure
 from torch_recompute.memory import allocator
+from torch_recompute.memory.loop import COMMON
 from torch_recompute.plan.first_steps import FirstSteps
+from torch_recompute.planning import plan_first_call
 
 pytest.importorskip("numpy", reason="numpy is not installed (planning needs it)")
 
@@ -511,3 +513,19 @@ def test_tensors_in_objects_are_of_the_batch(larger: bool, capsys: pytest.Captur
             adam.zero_grad()
     assert memory.peak_bytes == pytest.approx(handle.plan.predicted_peak_bytes, rel=0.005)
     assert ("a larger batch came ([128, 32], [128, 320])" in capsys.readouterr().out) == larger
+
+
+def test_a_first_call_that_is_compiled_is_said_to_have_no_plan() -> None:
+    """Where torch.compile traces the call that was to be planned, one warning says what to write, and no plan is in."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(2)))
+    handle = plan_first_call(model, 0.3, loss=torch.sum, optimizer=None, loop=COMMON)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+
+    def train() -> None:
+        for _ in range(3):
+            compiled(torch.ones(2, 8)).sum().backward()
+
+    with pytest.warns(RuntimeWarning, match=r"runs without a plan\.\n  Plan before it is compiled:  auto") as said:
+        train()
+    assert len(said) == 1
+    assert not handle.plan.choices

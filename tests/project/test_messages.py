@@ -958,6 +958,12 @@ class Converts(torch.nn.Linear):
         return super(Converts, self.double()).forward(x)
 
 
+def in_trainer(**arguments: Any) -> None:
+    """A callback that is to plan, in a Trainer with these arguments."""
+    callback = huggingface.RecomputeCallback(budget="24GiB")
+    callback.on_train_begin(types.SimpleNamespace(**arguments), None, None, Switched())
+
+
 def simulates(hook: Callable[[torch.Tensor], object]) -> None:
     """A model whose forward does something with its output too."""
     model = torch.nn.Linear(4, 4)
@@ -1514,6 +1520,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: huggingface.RecomputeCallback("full", budget="24GiB"),
     lambda: lightning.Recompute(),
     lambda: huggingface.RecomputeCallback().on_train_begin(None, None, None, Switched()),
+    lambda: in_trainer(torch_compile=True),
     # budgets of memory
     lambda: read_budget("plenty"),
     lambda: read_budget("24G"),

@@ -92,6 +92,9 @@ class RecomputeCallback(TrainerCallback):
         self._measured, self._taking, self.figures = None, StepFigures(self._every), {}
         self._peak = self._peak and not getattr(args, "torch_compile", False)
         if self.handle is None and self._budget is not None:
+            if getattr(args, "torch_compile", False):
+                setting, why = "torch_compile=True", "torch.compile traces the first call, where nothing can be planned"
+                raise errors.ArgumentError(_no_budget(self._budget, setting, why))
             optimizer = getattr(kwargs.get("optimizer"), "optimizer", kwargs.get("optimizer"))  # accelerate's has it
             loop = Loop(**training_loop(args))
             self.handle = plan_first_call(model, self._budget, loss=None, optimizer=optimizer, loop=loop)
@@ -165,6 +168,16 @@ def training_loop(args: Any) -> dict[str, Any]:
         args: The `TrainingArguments`.
     """
     return Loop(hold_output=False, accumulate=getattr(args, "gradient_accumulation_steps", 1)).words
+
+
+def _no_budget(budget: object, setting: str, why: str) -> str:
+    """Text for a setting of the Trainer with which the callback cannot plan."""
+    return (
+        f"RecomputeCallback(budget={budget!r}) plans in the Trainer, when the first batch is there, and cannot do so "
+        f"with {setting}: {why}.\n"
+        '  Write RecomputeCallback("full"); or plan before the Trainer is made:  '
+        f"auto(model, batch, budget={budget!r}, loss=..., **training_loop(args))"
+    )
 
 
 def _policy_of(args: Any) -> Any:

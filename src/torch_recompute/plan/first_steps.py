@@ -32,6 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .. import _torch, errors
 from .._text import counted, listed
+from .._torch import tracing
 from ..memory import allocator
 from ..memory.batch import ExampleCall, tensors_of_call
 from ..memory.loop import COMMON
@@ -170,6 +171,15 @@ class _Call:
         return _torch.tree_unflatten(made, self._spec)
 
 
+def _no_plan(model: str) -> str:
+    """Text for a first call that is to be planned, where it is compiled."""
+    return (
+        f"{model} was to be planned in its first call, but torch.compile traces that call, where nothing can be "
+        "planned. It runs without a plan.\n"
+        '  Plan before it is compiled:  auto(model, batch, budget=...)  or  apply(model, "full")'
+    )
+
+
 class FirstSteps(ForwardWrapper):
     """The forward of a model in the first steps under a plan.
 
@@ -221,7 +231,10 @@ class FirstSteps(ForwardWrapper):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model."""
-        if self.out or torch.compiler.is_compiling() or not torch.is_grad_enabled() or _torch.in_backward():
+        compiling = torch.compiler.is_compiling()
+        if compiling and self._shapes is None and not self.out:
+            tracing.say(_no_plan(type(self.module).__name__))
+        if self.out or compiling or not torch.is_grad_enabled() or _torch.in_backward():
             return self.plain(*args, **kwargs)
         call = _Call(self.module, args, kwargs, [one for one in self._calls if one.in_flight])
         self._begins(call, (args, kwargs))
