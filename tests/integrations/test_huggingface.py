@@ -24,7 +24,7 @@ from support.training import assert_same
 from support.zoo import LAYERS, build, scalar_loss, step
 from torch_recompute import ArgumentError, Choice, Plan, RecomputeConfig, auto, doing_recompute, measure
 from torch_recompute.integrations import policies
-from torch_recompute.integrations.huggingface import RecomputeCallback, apply, plan_of
+from torch_recompute.integrations.huggingface import RecomputeCallback, apply, plan_of, training_loop
 from torch_recompute.plan import observe
 from torch_recompute.plan.wrappers import wrappers_on
 
@@ -368,8 +368,22 @@ def test_the_callback_plans_in_the_trainer(tmp_path: Path) -> None:
     assert plan is callback.handle.plan
     assert plan.choices
     assert plan.loop.accumulate == 2
+    assert "loss: the output's .loss" in str(plan)
     batch = 2 * 2 * 8 * 8  # bytes of ids and labels
     assert peaks[0] + batch == pytest.approx(plan.predicted_peak_bytes, rel=0.005)
+
+
+def test_a_loss_of_the_trainer_is_planned_before_it(tmp_path: Path) -> None:
+    """With `label_smoothing_factor` the callback's error says what to write, and with that the weights are as ever."""
+    settings: dict[str, Any] = {"label_smoothing_factor": 0.1, "max_steps": 1}
+    with pytest.raises(ArgumentError, match=r"(?s)with label_smoothing_factor, .*\*\*training_loop\(args\)\)"):
+        train(build("llama")[0], tmp_path, [RecomputeCallback(budget=0.2)], **settings)
+    expected, trainer = train(build("llama")[0], tmp_path, **settings)
+    model, _ = build("llama")
+    batch = {"input_ids": torch.zeros(2, 8, dtype=torch.long)}
+    handle = auto(model, batch, budget=0.2, loss=lambda out: out.logits.mean(), **training_loop(trainer.args))
+    assert handle.plan.choices
+    assert_same(train(model, tmp_path, **settings)[0], expected)
 
 
 LEAVES_OUT = 4  # a seed with which the planned step runs less than four of six layers

@@ -958,10 +958,11 @@ class Converts(torch.nn.Linear):
         return super(Converts, self.double()).forward(x)
 
 
-def in_trainer(**arguments: Any) -> None:
-    """A callback that is to plan, in a Trainer with these arguments."""
-    callback = huggingface.RecomputeCallback(budget="24GiB")
-    callback.on_train_begin(types.SimpleNamespace(**arguments), None, None, Switched())
+def in_trainer(**arguments: Any) -> nn.Module:
+    """A model with a callback that is to plan, in a Trainer with these arguments."""
+    callback, model = huggingface.RecomputeCallback(budget="24GiB"), nn.Sequential(nn.Linear(4, 4))
+    callback.on_train_begin(types.SimpleNamespace(**arguments), None, None, model)
+    return model
 
 
 def simulates(hook: Callable[[torch.Tensor], object]) -> None:
@@ -1521,6 +1522,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: lightning.Recompute(),
     lambda: huggingface.RecomputeCallback().on_train_begin(None, None, None, Switched()),
     lambda: in_trainer(torch_compile=True),
+    lambda: in_trainer()(torch.ones(2, 4)),
     # budgets of memory
     lambda: read_budget("plenty"),
     lambda: read_budget("24G"),

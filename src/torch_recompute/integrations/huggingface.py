@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ from torch import nn
 from .. import errors, memory
 from ..memory.loop import Loop
 from ..planning import plan_first_call
+from ..training_step import loss_of
 from .policies import Applied, Policy, StepFigures, apply, check_loop, one_of, plan_of
 
 if TYPE_CHECKING:
@@ -96,8 +98,8 @@ class RecomputeCallback(TrainerCallback):
                 setting, why = "torch_compile=True", "torch.compile traces the first call, where nothing can be planned"
                 raise errors.ArgumentError(_no_budget(self._budget, setting, why))
             optimizer = getattr(kwargs.get("optimizer"), "optimizer", kwargs.get("optimizer"))  # accelerate's has it
-            loop = Loop(**training_loop(args))
-            self.handle = plan_first_call(model, self._budget, loss=None, optimizer=optimizer, loop=loop)
+            loop, loss = Loop(**training_loop(args)), _LossInOutput(self._budget)
+            self.handle = plan_first_call(model, self._budget, loss=loss, optimizer=optimizer, loop=loop)
             return
         if self.handle is None:
             policy = self._policy if self._policy is not None else _policy_of(args)
@@ -168,6 +170,22 @@ def training_loop(args: Any) -> dict[str, Any]:
         args: The `TrainingArguments`.
     """
     return Loop(hold_output=False, accumulate=getattr(args, "gradient_accumulation_steps", 1)).words
+
+
+@dataclass(frozen=True)
+class _LossInOutput:
+    """The loss in the output of the model that the Trainer calls."""
+
+    budget: object
+    words: ClassVar[str] = "the output's .loss"
+
+    def __call__(self, output: Any) -> torch.Tensor:
+        try:
+            return loss_of(output)
+        except errors.ArgumentError as error:
+            setting = "label_smoothing_factor, compute_loss_func or a compute_loss of your own"
+            why = "the Trainer computes the loss then, and the output of the model has none"
+            raise errors.ArgumentError(_no_budget(self.budget, setting, why)) from error
 
 
 def _no_budget(budget: object, setting: str, why: str) -> str:

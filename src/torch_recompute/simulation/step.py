@@ -678,8 +678,8 @@ def _nothing_trains(model: nn.Module) -> str:
 
 
 def _called(loss: Any) -> str:
-    """A loss that was given, in words."""
-    return f"loss={getattr(loss, '__name__', type(loss).__name__)}"
+    """A loss that was given, in words: its own, or its name."""
+    return getattr(loss, "words", f"loss={getattr(loss, '__name__', type(loss).__name__)}")
 
 
 def step_as_there(optimizer: torch.optim.Optimizer, device: torch.device, pretend: FakeMode) -> None:
