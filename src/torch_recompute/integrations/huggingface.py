@@ -48,7 +48,7 @@ class RecomputeCallback(TrainerCallback):
     (replays, as a part of the time of the second of them). Where tokens are routed in a region, two more are added:
     `recompute_routing_flips` (decisions that the replay of one call made otherwise) and `recompute_regions_carrying`
     (how many regions carry theirs). `recompute_peak_bytes` is in every log on CUDA, the allocator's; on the CPU once,
-    what the third step was measured to need, without what the optimizer keeps from earlier ones.
+    what the third step was measured to need, with the states of the optimizer.
 
     Attributes:
         handle: The plan in the model, once training has begun.
@@ -97,9 +97,8 @@ class RecomputeCallback(TrainerCallback):
             if getattr(args, "torch_compile", False):
                 setting, why = "torch_compile=True", "torch.compile traces the first call, where nothing can be planned"
                 raise errors.ArgumentError(_no_budget(self._budget, setting, why))
-            optimizer = getattr(kwargs.get("optimizer"), "optimizer", kwargs.get("optimizer"))  # accelerate's has it
             loop, loss = Loop(**training_loop(args)), _LossInOutput(self._budget)
-            self.handle = plan_first_call(model, self._budget, loss=loss, optimizer=optimizer, loop=loop)
+            self.handle = plan_first_call(model, self._budget, loss=loss, optimizer=_optimizer(kwargs), loop=loop)
             return
         if self.handle is None:
             policy = self._policy if self._policy is not None else _policy_of(args)
@@ -123,7 +122,7 @@ class RecomputeCallback(TrainerCallback):
         if self._peak and self._measured is None and not self._taking.watching and isinstance(model, nn.Module):
             if torch.cuda.is_available():
                 return
-            self._measured = self._open.enter_context(memory.measure(model))
+            self._measured = self._open.enter_context(memory.measure(model, _optimizer(kwargs)))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Ends the watching or the measurement of the step."""
@@ -170,6 +169,11 @@ def training_loop(args: Any) -> dict[str, Any]:
         args: The `TrainingArguments`.
     """
     return Loop(hold_output=False, accumulate=getattr(args, "gradient_accumulation_steps", 1)).words
+
+
+def _optimizer(given: dict[str, Any]) -> Any:
+    """Returns the optimizer that a callback is given, without accelerate's wrapper."""
+    return getattr(given.get("optimizer"), "optimizer", given.get("optimizer"))
 
 
 @dataclass(frozen=True)
