@@ -272,6 +272,9 @@ def any_loss(output: Any) -> torch.Tensor:
         raise
 
 
+any_loss.words = "the output's .loss, or its mean"  # pyright: ignore[reportFunctionMemberAccess]
+
+
 def _is_scalar(tensor: torch.Tensor) -> bool:
     trains = tensor.requires_grad or not torch.is_grad_enabled()
     return tensor.numel() == 1 and tensor.dtype.is_floating_point and trains

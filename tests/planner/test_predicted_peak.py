@@ -24,6 +24,7 @@ from torch_recompute import profile as profile_of
 from torch_recompute.integrations import huggingface, lightning
 from torch_recompute.integrations.policies import check_loop
 from torch_recompute.memory.loop import Loop
+from torch_recompute.training_step import any_loss
 
 SEEN = 64  # bytes: numbers that an optimizer makes where no mode watches
 VOCABULARY = 4096
@@ -276,6 +277,12 @@ def test_a_loss_that_is_there_is_taken_and_named(what: str) -> None:
     assert plan.prediction.loop is not None
     assert plan.prediction.loop.loss == words
     assert f"loss: {words}; " in str(plan)
+
+
+def test_the_loss_that_commands_take_is_named_in_words() -> None:
+    """What a command line trains with is said as it is in a plan, not by the name of a function."""
+    simulated = simulate(nn.Linear(4, 4), (torch.ones(2, 4),), loss=any_loss)
+    assert simulated.loop.loss == "the output's .loss, or its mean"
 
 
 def test_a_plan_says_what_it_counts() -> None:

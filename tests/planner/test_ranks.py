@@ -406,6 +406,7 @@ def test_what_a_collective_sends(op: str, sent: int | None) -> None:
     [
         ({"tp": 3}, "num_attention_heads of MODEL is 8, which 3 ranks cannot share"),
         ({"tp": 8}, "num_key_value_heads of MODEL is 4, which 8 ranks cannot share"),
+        ({"pp": 5}, "^--pp 5 are 5 parts, and the model has 4 layers"),
         ({"pp": 3, "vpp": 2}, "--pp 3 --vpp 2 are 6 parts, and the model has 4 layers"),
     ],
 )

@@ -104,9 +104,8 @@ class Layout:
         pp, vpp = self.ranks.pp, self.ranks.vpp
         count = pp * vpp
         if layers < count:
-            raise errors.ArgumentError(
-                f"--pp {pp} --vpp {vpp} are {count} parts, and the model has {layers} layers. Write fewer."
-            )
+            given = f"--pp {pp} --vpp {vpp}" if vpp > 1 else f"--pp {pp}"
+            raise errors.ArgumentError(f"{given} are {count} parts, and the model has {layers} layers. Write fewer.")
         sizes = [layers // count] * count
         for place in [*range(1, count - 1), 0, count - 1][: layers % count]:
             sizes[place] += 1
