@@ -619,7 +619,7 @@ class _ShardedMicrobatches(_Microbatches):
         out = self._kept[-1][-1:] if self._is_last else [x for x in _tensors(self._out) if x.requires_grad]
         shapes = [] if self._is_last else [(x.shape, x.stride(), x.dtype) for x in out]
         gradients = [torch.empty_strided(*shape, dtype=dtype, device=of.device) for *shape, dtype in shapes]
-        self._returned_bytes = of.bytes_of(gradients)
+        self._returned_bytes = self._sent_bytes
         whole = self._live - level - (of.bytes_of(self._sharded.held) - held)
         return _Flight(self._given, list(out), gradients or None, whole, self._kept[-1] if self._is_last else ())
 
