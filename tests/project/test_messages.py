@@ -204,13 +204,6 @@ class Reaches(torch.nn.Module):
         return self.calls.inner(x)
 
 
-def scripted() -> torch.nn.Module:
-    """A module of TorchScript, which newer releases of torch warn of."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch.jit.script(torch.nn.ReLU())
-
-
 def a_dtensor() -> torch.Tensor:
     """A tensor of a class of that name; a true one needs a process group."""
     kind = type("DTensor", (torch.Tensor,), {"__module__": "torch.distributed.tensor"})
@@ -1160,7 +1153,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: recompute(torch.exp, state=["numpy"]),
     lambda: region(lambda x, parts: x)(vector(), (i for i in range(3))),
     lambda: region(lambda x, parts: x)(vector(), parts=iter([1, 2])),
-    lambda: recompute(torch.nn.Sequential(scripted()))(vector()),
+    lambda: recompute(torch.nn.Sequential(torch.jit.script(torch.nn.ReLU())))(vector()),
     # torch.utils.checkpoint's options
     lambda: checkpoint(torch.exp, vector(), use_reentrant="no"),
     lambda: checkpoint(torch.exp, vector(), use_reentrant=True, debug=True),
