@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from laws.cases import Batch, Result
-from laws.placements import chain
+from laws.placements import PLACEMENTS, PLAIN, chain
+from laws.table import for_each
 from laws.watch import Counted, ones
 from torch_recompute import no_recompute, recompute
 
@@ -253,3 +254,24 @@ def test_an_input_without_grad_and_weights_inside():
     recompute(count("fn", chain(layer, torch.exp)))(torch.ones(2, 3)).sum().backward()
     assert layer.weight.grad is not None
     assert count.calls["fn"] == 2
+
+
+@for_each(placement=PLACEMENTS)
+@pytest.mark.parametrize("base", ["leaf", "result"])
+@pytest.mark.parametrize("given", ["argument", "closure"])
+def test_a_view_made_without_grad_is_given(placement, given, base):
+    """A view made under `no_grad` of what requires grad has no gradient, and what is made of it is recorded."""
+
+    def grad(where):
+        x, factor = ones(2, 3), ones(3)
+        of = x if base == "leaf" else x.sin()
+        with torch.no_grad():
+            view = of[0]
+
+        def first(v):
+            return torch.tanh(v if given == "argument" else view) * factor
+
+        where.put(first, torch.sin, torch.exp)(view).sum().backward()
+        return factor.grad
+
+    assert torch.equal(grad(placement), grad(PLAIN))

@@ -93,7 +93,7 @@ WINGS = {
     "around": {"compat", "distributed", "integrations", "doctor", "testing", "__init__"},
     "commands": {"commands", "report", "__main__"},
 }
-MOST_CODE_LINES = {"core": 6_940, "planning": 18_956, "around": 4_547, "commands": 4_406, "tests": 41_227}
+MOST_CODE_LINES = {"core": 6_940, "planning": 18_956, "around": 4_547, "commands": 4_406, "tests": 41_242}
 MOST_FILES, MOST_LONG_FUNCTIONS, LONGEST_FUNCTION, MOST_NAMES_TWICE = 180, 5, 50, 4
 LONG_FUNCTION = 40  # lines without the docstring
 

@@ -10,18 +10,20 @@ import torch
 
 
 def wants_grad(tensor: torch.Tensor) -> bool:
-    """Whether operations on the tensor are recorded.
+    """Whether operations on the tensor are recorded, as for a view that was made under `no_grad` of what requires grad.
 
-    `requires_grad` says so too, but also of a view made under `no_grad` of something that requires grad, which is a
-    constant; and it raises for a view whose base was changed under it, which counts as requiring grad here.
+    A view whose base was changed under it, which can tell no more, counts as such a tensor.
     """
     try:
-        if not (tensor.requires_grad and tensor.is_leaf and tensor._is_view()):
-            return tensor.requires_grad
-        base: Any = tensor._base
-        return base is None or not base.requires_grad
+        return tensor.requires_grad
     except RuntimeError:
         return True
+
+
+def _is_trained(tensor: torch.Tensor) -> bool:
+    """Whether a leaf requires grad itself; a view that was made under `no_grad` does so for its base, and is a leaf."""
+    base: Any = tensor._base if tensor._is_view() else None
+    return tensor.is_leaf and tensor.requires_grad and (base is None or not base.requires_grad)
 
 
 def is_leaf_of_constant(tensor: torch.Tensor) -> bool:
@@ -30,7 +32,7 @@ def is_leaf_of_constant(tensor: torch.Tensor) -> bool:
     Under `no_grad`, views of it do not require grad, and views of every other leaf do.
     """
     try:
-        return tensor._is_view() and tensor.is_leaf and tensor._base is not None and wants_grad(tensor)
+        return tensor._is_view() and tensor._base is not None and _is_trained(tensor)
     except RuntimeError:  # its base was changed under it
         return False
 
@@ -43,7 +45,7 @@ def apart(tensor: torch.Tensor) -> torch.Tensor:
     """
     try:
         some = tensor.is_floating_point() or tensor.is_complex()
-        return tensor.detach() if some and not (tensor.is_leaf and wants_grad(tensor)) else tensor
+        return tensor.detach() if some and not _is_trained(tensor) else tensor
     except RuntimeError:
         return tensor
 

@@ -38,7 +38,7 @@ from .measurement import running
 
 _PROBE = 2**22  # bytes
 _PROBES = 8
-_followed: list[object] = []
+_followed: list[object] = []  # the ways of reading the heap that were seen to follow it
 
 
 class Meter(Protocol):
@@ -185,7 +185,7 @@ def meter_for(device: torch.device) -> Meter:
 def _heap_follows() -> bool:
     """Whether the heap of the C library is where PyTorch allocates, and not that of another malloc.
 
-    Another thread may free what hides a probe, so one of a few is enough, once.
+    Another thread may free what hides a probe, so one of a few is enough, and is remembered.
     """
     if not _followed and any(_probe_is_seen() for _ in range(_PROBES)):
         _followed.append(heap)
