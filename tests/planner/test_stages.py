@@ -201,7 +201,7 @@ class Imagined(PipelinePlanner):
         steps += [("backward", *step) for step in reversed([*zip(paths, backward, strict=True)])]
         moments = tuple(Moment(i, "", n, phase, path, ()) for i, (phase, path, n) in enumerate(steps))
         own = {(kind, had): max(forward if kind == "F" else backward) for kind in "FB" for had in (False, True)}
-        taken = StageBytes(50 * len(options), 0, 0, 5, 5, levels[-1], 0, 0, own)
+        taken = StageBytes(50 * len(options), 0, 0, 5, 5, 5, levels[-1], 0, 0, own)
         return StageRun(taken, moments, Counter(), ())
 
 

@@ -187,7 +187,7 @@ def _heap_follows() -> bool:
 
     Another thread may free what hides a probe, so one of a few is enough, and is remembered.
     """
-    if not _followed and any(_probe_is_seen() for _ in range(_PROBES)):
+    if heap not in _followed and any(_probe_is_seen() for _ in range(_PROBES)):
         _followed.append(heap)
     return heap in _followed
 
