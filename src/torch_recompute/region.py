@@ -224,7 +224,7 @@ def trace(
             return _run_untraced(options.name or name_of(fn), compiler, engine)
         finally:
             tracing.set_compiler(compiler)
-    if torch.compiler.is_exporting():  # one graph, which nobody partitions
+    if tracing.exporting():  # one graph, which nobody partitions
         return fn(*args, **kwargs)
     if options.store is not None or options.make or len(options.ambients) > len(DEFAULT) or options.check == "values":
         tracing.say(_untraceable(options))

@@ -381,6 +381,34 @@ def test_an_operation_that_runs_again_for_one_of_its_results():
     assert found[0] > 0
 
 
+class Average(nn.Module):
+    """A layer that multiplies by a matrix which it moves towards what it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.register_buffer("seen", torch.linspace(0.5, 1, 64 * 64).view(64, 64))
+
+    def forward(self, x):
+        h = self.up(x)
+        with torch.no_grad():
+            self.seen.lerp_(h.mean(0), 0.5)
+        return x + self.down((h @ self.seen.sin()).tanh())
+
+
+@pytest.mark.parametrize("budget", [0.0, 0.3, 0.99])
+def test_a_buffer_that_the_graph_writes_to(budget):
+    """What runs again reads the buffer as the forward did, though it is written to before backward begins."""
+    torch.manual_seed(0)
+    model, results = nn.Sequential(Average(), Average()), []
+    for run in (copy.deepcopy(model), torch.compile(model, options=Partition(budget).options, fullgraph=True)):
+        for seed in range(2):
+            x = torch.randn(2, 32, generator=torch.Generator().manual_seed(seed))
+            run(x).square().sum().backward()
+        results.append([*(p.grad for p in run.parameters()), *(b.clone() for b in run.buffers())])
+    torch.testing.assert_close(*results)
+
+
 def test_symbolic_shapes():
     """Sizes that are symbols are counted by the batch that they were traced with."""
     model = Model(layers=1)

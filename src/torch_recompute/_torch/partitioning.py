@@ -1,21 +1,23 @@
 """The joint graph that AOTAutograd hands to a partitioner, and torch's partitioner, which splits it by tags.
 
 Private: `torch._inductor.custom_graph_pass.CustomPartitionerFn` (since torch 2.9; without it there is no way in, and
-the import fails), `torch._functorch.partitioners.min_cut_rematerialization_partition`, the names of inductor's
-operations for random numbers, and `node.meta`. Run on torch 2.11, 2.13, 2.14.1 and 2.15.
+the import fails), `torch._functorch.partitioners.min_cut_rematerialization_partition`, `joint_custom_pass` in
+`torch._functorch.config`, the names of inductor's operations for random numbers, and `node.meta`. Run on torch 2.11,
+2.13, 2.14.1 and 2.15.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch import partitioners
+from torch._functorch import config, partitioners
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
@@ -77,8 +79,56 @@ def flops_of(node: fx.Node) -> int:
     return hint(flops(node.target, args, kwargs, node.meta.get("val")) or fused_on_cpu(node.target, args))
 
 
+def in_next_graph() -> None:
+    """Has the next joint graph that AOTAutograd traces changed by `read_copies_of_written`; for Dynamo a constant."""
+    former = config.joint_custom_pass
+    if getattr(former, "func", None) is not _split_next:
+        config.joint_custom_pass = functools.partial(_split_next, former)
+
+
+in_next_graph._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def _split_next(former: Callable[..., fx.GraphModule] | None, gm: fx.GraphModule, inputs: Any) -> fx.GraphModule:
+    """The pass over a joint graph that takes the place of `former` once."""
+    config.joint_custom_pass = former
+    gm = former(gm, inputs) if former else gm
+    read_copies_of_written(gm.graph)
+    return gm
+
+
+def read_copies_of_written(graph: fx.Graph) -> None:
+    """Lets a joint graph read each buffer that it writes to from a copy, which is made first.
+
+    The forward ends with these writes. What backward runs again of it would read what the buffer is then, and not what
+    the forward read; torch's partitioners do not look at that. They keep the copy where something runs again.
+    """
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    for buffer in graph.find_nodes(op="placeholder"):
+        if _is_written(buffer) and not all(_stays(user, buffer) for user in buffer.users):
+            with graph.inserting_before(first):
+                copy = graph.call_function(_COPY, (buffer,))
+            copy.meta = {"val": buffer.meta["val"].clone(), "recompute": CheckpointPolicy.MUST_SAVE}
+            buffer.replace_all_uses_with(copy, lambda user, buffer=buffer: not _stays(user, buffer))
+
+
+_COPY: Any = torch.ops.aten.lift_fresh_copy.default  # of `clone` inductor's passes over a joint graph leave nothing
+_WRITE: Any = torch.ops.aten.copy_.default
+
+
+def _is_written(node: fx.Node) -> bool:
+    return node.op == "placeholder" and any(user.target is _WRITE and user.args[0] is node for user in node.users)
+
+
+def _stays(user: fx.Node, buffer: fx.Node) -> bool:
+    """Whether an operation is the copy of a buffer, or the write to it."""
+    return user.target is _COPY or (user.target is _WRITE and user.args[0] is buffer)
+
+
 def may_run_again(node: fx.Node) -> bool:
     """Whether a node gives the same once more, and changes and sends nothing."""
+    if any(map(_is_written, node.all_input_nodes)):
+        return False
     target: Any = node.target
     name = str(target)
     if node.op == "get_attr" or name in _DRAWS or "_c10d_functional" in name or "with_effects" in name:

@@ -111,7 +111,17 @@ SAVED = contexts(lambda: "saved call", lambda: lambda operation, nodes: True)
 
 def call(fn: Callable[..., Any], args: tuple[Any, ...], tagged: Contexts | None) -> Any:
     """Calls `fn(*args)` with its operations tagged, all as recomputed where `tagged` is None."""
-    return checkpoint(fn, *args, use_reentrant=False, **({} if tagged is None else {"context_fn": tagged}))  # pyright: ignore[reportArgumentType]
+    from .partitioning import in_next_graph
+
+    in_next_graph()
+    more: dict[str, Any] = {} if tagged is None else {"context_fn": tagged}
+    # The second setting is torch's own. It is said for AOTAutograd's cache, whose key has it, and not the copies.
+    return checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=True, **more)
+
+
+def exporting() -> bool:
+    """Returns whether a graph is exported; Dynamo of torch 2.11 takes torch's own function for true in each graph."""
+    return torch.compiler.is_exporting()
 
 
 cut: Counter[str] = Counter()
@@ -150,4 +160,4 @@ def say(text: str) -> None:
 
 
 # What `torch.compiler.assume_constant_result` sets, which imports Dynamo: a second.
-say._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+exporting._dynamo_marked_constant = say._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]

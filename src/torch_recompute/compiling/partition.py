@@ -27,7 +27,7 @@ from .. import errors
 from .._text import counted, table
 from .._torch.fakes import FakeTensorMode
 from .._torch.inductor import generated, in_order, no_modes
-from .._torch.partitioning import CustomPartitionerFn, hint, outputs_of, split, tag
+from .._torch.partitioning import CustomPartitionerFn, hint, outputs_of, read_copies_of_written, split, tag
 from ..memory.budget import Budget, Limit, bytes_meant, read_budget
 from ..plan.apply import apply
 from ..plan.plan import Plan
@@ -45,6 +45,7 @@ class _SplitGraph:
 
     def __init__(self, gm: fx.GraphModule, inputs: Sequence[object], more: dict[str, Any]) -> None:
         self._gm, self._inputs, self._more = gm, inputs, more
+        read_copies_of_written(gm.graph)
         self.joint = Joint(gm.graph, more["num_fwd_outputs"])
 
     def _marked(self, chosen: GraphChoice) -> fx.GraphModule:
