@@ -26,7 +26,7 @@ from torch_recompute.planner.bound import bound
 from torch_recompute.planner.cost import Costs, Option
 from torch_recompute.planner.planner import Planner
 from torch_recompute.planner.solve import choose, smallest
-from torch_recompute.training_step import TrainingStep
+from torch_recompute.simulation.training_step import TrainingStep
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 

@@ -35,7 +35,7 @@ from torch_recompute import Plan, apply
 from torch_recompute.commands import cli, models
 from torch_recompute.memory.reserved import expands
 from torch_recompute.planner.configurations import configurations
-from torch_recompute.training_step import OPTIMIZERS, USUAL, TrainingStep
+from torch_recompute.simulation.training_step import OPTIMIZERS, USUAL, TrainingStep
 
 GIB = 2**30
 HIGH, SLOW = 0.01, 0.05

@@ -28,7 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch_recompute import Plan, apply
 from torch_recompute.memory.loop import Loop
 from torch_recompute.planner.planner import Planner
-from torch_recompute.training_step import TrainingStep
+from torch_recompute.simulation.training_step import TrainingStep
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 sys.path.insert(0, str(Path(__file__).parent / "peers"))

@@ -21,13 +21,13 @@ from _measure import arguments, finish
 
 from torch_recompute import Choice, Plan
 from torch_recompute.commands.models import load
-from torch_recompute.devices import DEVICES
 from torch_recompute.plan.ranks import Ranks
 from torch_recompute.planner.layout import Layout, LayoutPlanner
 from torch_recompute.planner.ops import Op, metas
 from torch_recompute.planner.pipeline import RankPlanner
 from torch_recompute.planner.rank_memory import RankPeak
 from torch_recompute.planner.stage_runs import StageRun
+from torch_recompute.simulation.devices import DEVICES
 from torch_recompute.simulation.fused import FP8, fuse
 
 LAYOUT = Layout(Ranks(tp=4, pp=4, vpp=5, dp=2, sequence_parallel=True), batch=32)

@@ -23,7 +23,7 @@ from torch_recompute.memory.operations import Operation
 from torch_recompute.planner.ops import Op, op_of
 from torch_recompute.planner.planner import Planner
 from torch_recompute.simulation import simulate_step
-from torch_recompute.training_step import OPTIMIZERS, USUAL, TrainingStep
+from torch_recompute.simulation.training_step import OPTIMIZERS, USUAL, TrainingStep
 
 DEVICE = "h100"
 # Model -> rows of its batch, tokens in each (None: it has pictures).

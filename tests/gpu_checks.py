@@ -885,7 +885,7 @@ def weights_on_host(on: str) -> str:
 
     from torch_recompute import Ranks
     from torch_recompute.simulation.step import simulate_step
-    from torch_recompute.training_step import TrainingStep
+    from torch_recompute.simulation.training_step import TrainingStep
 
     _without_gaps()
     with one_rank():

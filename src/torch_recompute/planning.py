@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from . import errors
-from ._text import at_work
-from .devices import Roofline
+from .errors.text import at_work
 from .memory.batch import Batch, ExampleCall, call_of, tensors_of_call
 from .memory.budget import Budget, bytes_meant, no_plan_fits, read_budget
 from .memory.loop import COMMON, Loop
@@ -38,9 +37,10 @@ from .planner.planner import Planner
 from .planner.profile import Profile
 from .planner.sizes import Lengths, calls_of, plan_sizes
 from .region import checked_pool
+from .simulation.devices import Roofline
 from .simulation.elastic import rehearse
+from .simulation.training_step import ALONE, Loss, MakeOptimizer, TrainingStep, optimizer_of, with_labels
 from .state import Ambient
-from .training_step import ALONE, Loss, MakeOptimizer, TrainingStep, optimizer_of, with_labels
 
 
 def profile(

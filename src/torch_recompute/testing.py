@@ -19,7 +19,7 @@ from .memory.batch import Batch, call_of
 from .memory.budget import read_budget
 from .memory.measurement import Measurement
 from .plan import Plan
-from .training_step import with_labels
+from .simulation.training_step import with_labels
 
 __all__ = ["assert_same_gradients", "check_peak", "read_limit"]
 

@@ -26,11 +26,11 @@ from frontier import comparing, ways
 from frontier.config import Config
 
 from support.acted import Terminal
-from torch_recompute import Choice, Plan, _text, audit, simulate, verify
+from torch_recompute import Choice, Plan, audit, simulate, verify
 from torch_recompute.commands import bench, cli, demo, demo_elastic, output
 from torch_recompute.commands.output import Output, document
 from torch_recompute.doctor import examine
-from torch_recompute.errors import ArgumentError
+from torch_recompute.errors import ArgumentError, text
 
 HEAD = ["schema_version", "command"]
 
@@ -331,10 +331,10 @@ def test_long_work_says_what_it_does(
     """After a while a line says what is done and how far it is, and goes; quiet shows none."""
     stderr = where()
     monkeypatch.setattr(sys, "stderr", stderr)
-    monkeypatch.setattr(_text, "SILENT", 0.01)
+    monkeypatch.setattr(text, "SILENT", 0.01)
     with Output(quiet=quiet).at_work("planning"):
-        with _text.at_work("inner"):
-            _text.doing("trying choices", 3, 7)
+        with text.at_work("inner"):
+            text.doing("trying choices", 3, 7)
         deadline = time.monotonic() + (0.1 if quiet else 5)
         while "3 of 7" not in stderr.getvalue() + str(cell) and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -350,10 +350,10 @@ def test_long_work_says_what_it_does(
         assert cell[-1][0] == ""
         assert len({identity for _, identity, _ in cell}) == 1
         assert [update for *_, update in cell] == [False] + [True] * (len(cell) - 1)
-    with Output(quiet=True).progress(10), _text.at_work("inside a bar"):
+    with Output(quiet=True).progress(10), text.at_work("inside a bar"):
         time.sleep(0.05)
-    _text.doing("nothing is under way")
-    with _text.at_work("short"):
+    text.doing("nothing is under way")
+    with text.at_work("short"):
         pass
     assert stderr.getvalue() == written
 
@@ -361,11 +361,11 @@ def test_long_work_says_what_it_does(
 @pytest.mark.parametrize("quiet", [False, True])
 def test_long_work_in_a_pipe_says_a_line_now_and_then(quiet: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A command whose stderr is no terminal says what it does in whole lines, unless it is quiet."""
-    assert _text.LINES == 10
+    assert text.LINES == 10
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    monkeypatch.setattr(_text, "LINES", 0.02)
+    monkeypatch.setattr(text, "LINES", 0.02)
     with Output(quiet=quiet).at_work("planning"):
-        _text.doing("trying choices", 3, 7)
+        text.doing("trying choices", 3, 7)
         deadline = time.monotonic() + (0.1 if quiet else 5)
         while sys.stderr.getvalue().count("\n") < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -384,7 +384,7 @@ class Waiting(torch.nn.Linear):
 
 def test_long_work_in_python_says_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is called in Python says so, too."""
-    monkeypatch.setattr(_text, "SILENT", 0.01)
+    monkeypatch.setattr(text, "SILENT", 0.01)
     work = {"simulating": simulate, "examining": partial(examine, run=False)}
     work |= {"verifying": partial(verify, plan=Plan()), "auditing": partial(audit, modules=["0"])}
     for word, fn in work.items():

@@ -20,7 +20,7 @@ from torch_recompute.commands.models import PRESETS, batch_for, load
 from torch_recompute.planner.configurations import PEAK_WORDS
 from torch_recompute.planner.layout import LayoutPlanner
 from torch_recompute.planner.longest import Longest, LongestOnRanks
-from torch_recompute.training_step import TrainingStep
+from torch_recompute.simulation.training_step import TrainingStep
 
 
 def block() -> nn.Module:

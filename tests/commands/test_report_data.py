@@ -14,7 +14,7 @@ from torch_recompute import Choice, Plan, SizeClass, make_plan, simulate
 from torch_recompute.commands.report_data import LAYERS, Clock, Reported, collect, in_force, sampled
 from torch_recompute.planner import prices
 from torch_recompute.simulation import Moment
-from torch_recompute.training_step import TrainingStep
+from torch_recompute.simulation.training_step import TrainingStep
 
 PHASES = {"forward", "loss", "backward", "replay", "optimizer"}
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch_recompute import Plan, doctor, make_plan, simulate
 from torch_recompute.commands import cli
 from torch_recompute.commands.report_data import Clock, collect
-from torch_recompute.training_step import TrainingStep
+from torch_recompute.simulation.training_step import TrainingStep
 
 pytestmark = pytest.mark.usefixtures("free_launches")
 

@@ -19,7 +19,7 @@ from torch_recompute.plan.ranks import Ranks
 from torch_recompute.planner.configurations import ConfiguredStep, configurations, peaks_of
 from torch_recompute.planner.planner import Planner
 from torch_recompute.simulation import Simulation, simulate_step
-from torch_recompute.training_step import TrainingStep, any_loss
+from torch_recompute.simulation.training_step import TrainingStep, any_loss
 
 transformers = pytest.importorskip("transformers")
 

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from support.training import gradients
 from torch_recompute import Choice, Plan, apply, audit, checkpoint, make_plan, measure, saved_activations, simulate
 from torch_recompute._torch.flops import flops
-from torch_recompute.devices import DEVICES
 from torch_recompute.planner.ops import logging
+from torch_recompute.simulation.devices import DEVICES
 
 TOKENS, HEADS, HEAD = 128, 2, 16
 WIDTH = HEADS * HEAD

@@ -19,7 +19,7 @@ from torch_recompute import Plan, StagePlans, Stages, apply, measure
 from torch_recompute.distributed import agree_on
 from torch_recompute.planner.pipeline import plan_stages
 from torch_recompute.planner.planner import Planner
-from torch_recompute.training_step import TrainingStep
+from torch_recompute.simulation.training_step import TrainingStep
 
 WIDTH, LAYERS, ROWS, MICROBATCHES, CLASSES = 32, 8, 64, 4, 16
 

@@ -18,7 +18,7 @@ from torch_recompute import Choice, Plan, Ranks, apply
 from torch_recompute.compiling.layers import compile_layers
 from torch_recompute.memory.loop import Loop
 from torch_recompute.simulation.step import simulate_step
-from torch_recompute.training_step import TrainingStep
+from torch_recompute.simulation.training_step import TrainingStep
 
 WIDTH, HEADS, TOKENS, DEPTH, BATCH = 32, 4, 24, 3, 2
 aten: Any = torch.ops.aten

@@ -35,7 +35,7 @@ from torch_recompute import (
 from torch_recompute.distributed import find_reentrant, fused_allreduce_gradients
 from torch_recompute.errors import size
 from torch_recompute.simulation.step import simulate_step
-from torch_recompute.training_step import TrainingStep
+from torch_recompute.simulation.training_step import TrainingStep
 
 WORLD = 2
 WIDTH = 8

@@ -21,7 +21,7 @@ from torch_recompute import Choice, Plan, Ranks, apply, measure
 from torch_recompute.memory.loop import Loop
 from torch_recompute.planner.tensor_parallel import add_collectives
 from torch_recompute.simulation.step import simulate_step
-from torch_recompute.training_step import TrainingStep
+from torch_recompute.simulation.training_step import TrainingStep
 
 WIDTH, INNER, EXPERTS, CHOSEN, TOKENS, DEPTH = 16, 24, 8, 2, 64, 3
 PLANS = {"plain": Plan(), "regions": Plan(tuple(Choice((f"{i}",)) for i in range(DEPTH)))}

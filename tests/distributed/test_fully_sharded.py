@@ -24,7 +24,7 @@ from torch_recompute.memory.loop import Loop
 from torch_recompute.plan.ranks import Ranks
 from torch_recompute.planner.states import Stated
 from torch_recompute.simulation.step import simulate_step
-from torch_recompute.training_step import TrainingStep
+from torch_recompute.simulation.training_step import TrainingStep
 
 WORDS, WIDTH, TOKENS, DEPTH = 37, 24, 40, 4
 PLANS = {"plain": Plan(), "regions": Plan(tuple(Choice((f"layers.{i}",)) for i in range(DEPTH)))}

@@ -23,7 +23,7 @@ from distributed.staged import CLASSES, LAYERS, MICROBATCHES, ROWS, TARGET, WIDT
 from torch_recompute import Choice, Plan, Ranks, Stages, apply, measure
 from torch_recompute.planner.pipeline import PipelineRank, PipelineStages
 from torch_recompute.planner.schedules import Pipeline
-from torch_recompute.training_step import TrainingStep
+from torch_recompute.simulation.training_step import TrainingStep
 
 PATHS = [f"layers.{i}" for i in range(LAYERS)]
 PLANS = {"plain": Plan(), "regions": Plan(tuple(Choice((path,)) for path in PATHS))}

@@ -34,7 +34,7 @@ from torch_recompute.doctor.simulated import SimulatedSteps
 from torch_recompute.doctor.step_watcher import AllocatorStats, Observations
 from torch_recompute.memory.budget import read_budget
 from torch_recompute.memory.free import heap
-from torch_recompute.training_step import TrainingStep
+from torch_recompute.simulation.training_step import TrainingStep
 
 SIZE = 32
 

@@ -28,7 +28,7 @@ from torch_recompute.planner.candidates import Carries, Guess, SegmentRecord, al
 from torch_recompute.planner.ops import Op
 from torch_recompute.planner.planner import Planner
 from torch_recompute.planner.prices import Overhead
-from torch_recompute.training_step import TrainingStep
+from torch_recompute.simulation.training_step import TrainingStep
 
 SHARES = (0.2, 0.7)  # of the activation memory
 

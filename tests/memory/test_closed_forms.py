@@ -20,10 +20,10 @@ from torch.nn import functional as F
 
 from support.zoo import mean_loss
 from torch_recompute import Choice, Plan, simulate
-from torch_recompute.devices import Roofline
 from torch_recompute.planner.planner import Planner
 from torch_recompute.planner.tensor_parallel import add_collectives, divided
-from torch_recompute.training_step import TrainingStep
+from torch_recompute.simulation.devices import Roofline
+from torch_recompute.simulation.training_step import TrainingStep
 
 S, B, H, A, LAYERS = 96, 2, 64, 4, 4
 SBH, SB = S * B * H, S * B

@@ -15,13 +15,13 @@ from support.models import Made
 from support.zoo import mean_loss
 from torch_recompute import Choice, Plan, apply, doctor
 from torch_recompute._torch.cuda import release
-from torch_recompute.devices import DEVICES, Roofline, Where, where
 from torch_recompute.memory.loop import Loop
 from torch_recompute.memory.operations import Operation
 from torch_recompute.planner.planner import Planner
 from torch_recompute.simulation import Simulation, simulate_step
 from torch_recompute.simulation.cuda_decompositions import AsOnCuda
-from torch_recompute.training_step import TrainingStep
+from torch_recompute.simulation.devices import DEVICES, Roofline, Where, where
+from torch_recompute.simulation.training_step import TrainingStep
 
 WIDTH, ROWS = 64, 32
 NONE = Plan()

@@ -18,7 +18,7 @@ from torch_recompute.plan.apply import apply
 from torch_recompute.plan.config import plan_of
 from torch_recompute.simulation import Simulation, simulate_step
 from torch_recompute.simulation.fused import fuse
-from torch_recompute.training_step import TrainingStep, any_loss
+from torch_recompute.simulation.training_step import TrainingStep, any_loss
 
 transformers = pytest.importorskip("transformers")
 

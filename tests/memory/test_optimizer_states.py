@@ -15,11 +15,11 @@ from support.models import LLAMA, Residual
 from support.training import mean_square
 from torch_recompute import ArgumentError, Ranks, apply, make_plan, measure, peaks, saved_activations, simulate
 from torch_recompute.commands.adapters import BASES, Lora, NF4Linear, adapted
-from torch_recompute.devices import DEVICES
 from torch_recompute.memory.loop import Loop
 from torch_recompute.planner.states import STATES, Stated
+from torch_recompute.simulation.devices import DEVICES
 from torch_recompute.simulation.step import simulate_step
-from torch_recompute.training_step import TrainingStep
+from torch_recompute.simulation.training_step import TrainingStep
 
 BLOCK = 256
 Registered = Callable[[nn.Module], list[torch.optim.Optimizer]]

@@ -18,7 +18,7 @@ from torch_recompute.memory.loop import COMMON
 from torch_recompute.memory.reserved import EXPANDABLE, Allocator, expands, reserved
 from torch_recompute.planner.longest import Longest
 from torch_recompute.planner.planner import Planner
-from torch_recompute.training_step import TrainingStep
+from torch_recompute.simulation.training_step import TrainingStep
 
 MIB, GIB = 2**20, 2**30
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

@@ -21,7 +21,6 @@ from support.models import Made
 from support.zoo import build, mean_loss, plans, scalar_loss
 from torch_recompute import BudgetError, Plan, apply, measure, simulate
 from torch_recompute._torch.storages import cpu_bytes_between
-from torch_recompute.devices import Where
 from torch_recompute.memory import workspaces
 from torch_recompute.memory.cuda_kernels import attention, kept_by_cublas, taken_on_cuda
 from torch_recompute.memory.loop import Loop
@@ -33,7 +32,8 @@ from torch_recompute.memory.workspaces import (
 )
 from torch_recompute.planner.planner import Planner
 from torch_recompute.simulation import simulate_step
-from torch_recompute.training_step import TrainingStep
+from torch_recompute.simulation.devices import Where
+from torch_recompute.simulation.training_step import TrainingStep
 
 aten: Any = torch.ops.aten
 

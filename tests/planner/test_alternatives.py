@@ -19,7 +19,7 @@ from torch_recompute.planner.alternatives import Alternative, alternatives, held
 from torch_recompute.planner.layout import Layout, LayoutPlanner, LayoutRanks
 from torch_recompute.planner.planner import Planner
 from torch_recompute.planner.states import Stated
-from torch_recompute.training_step import OPTIMIZERS, TrainingStep
+from torch_recompute.simulation.training_step import OPTIMIZERS, TrainingStep
 
 ONE_PROCESS = True
 STEPS: dict[str, dict[str, Any]] = {

@@ -24,7 +24,7 @@ from torch_recompute.planner.clock import Clocked, Replays, Scale, clock, obstac
 from torch_recompute.planner.cost import Costs, Graph, Kind, Node, Option, Segment, Solution
 from torch_recompute.planner.planner import Planner
 from torch_recompute.planner.prices import Measured
-from torch_recompute.training_step import TrainingStep, loss_of
+from torch_recompute.simulation.training_step import TrainingStep, loss_of
 
 CPU = torch.device("cpu")
 

@@ -34,7 +34,7 @@ from torch_recompute import (
 from torch_recompute.memory.batch import call_of
 from torch_recompute.planner.known import made_for
 from torch_recompute.report import report
-from torch_recompute.training_step import OPTIMIZERS, TrainingStep
+from torch_recompute.simulation.training_step import OPTIMIZERS, TrainingStep
 
 
 class Net(nn.Module):
@@ -330,7 +330,7 @@ def test_less_room_plans_again(
     auto(net, X, device="h100", cache=file).remove()
     assert "plan read from" in capsys.readouterr().out
     peak = simulate(net, X).peak_bytes
-    monkeypatch.setattr("torch_recompute.training_step.TrainingStep.memory", (peak - 1, 0))
+    monkeypatch.setattr("torch_recompute.simulation.training_step.TrainingStep.memory", (peak - 1, 0))
     assert auto(net, X, device="h100", cache=file).plan.predicted_peak_bytes < peak  # type: ignore[operator]
     assert "planned again: less memory is free" in capsys.readouterr().out
 
@@ -339,7 +339,7 @@ def test_what_a_plan_is_for_is_the_same_in_every_process(tmp_path: Path) -> None
     """Nothing of it depends on the order of sets or on addresses."""
     script = (
         "import json, torch; from torch_recompute.planner.known import made_for;"
-        "from torch_recompute.training_step import TrainingStep; net = torch.nn.Transformer(8, 2, 1, 1);"
+        "from torch_recompute.simulation.training_step import TrainingStep; net = torch.nn.Transformer(8, 2, 1, 1);"
         "step = TrainingStep(net, (torch.ones(2, 8),), {'mask': None}, torch.sum, torch.optim.SGD);"
         "print(json.dumps(made_for(step, 'fit', False)))"
     )

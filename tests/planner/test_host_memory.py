@@ -21,8 +21,8 @@ from torch_recompute.planner.cost import Host
 from torch_recompute.planner.hosts import LINKS, Leave, waited
 from torch_recompute.planner.planner import Planner
 from torch_recompute.planner.prices import Roofline
+from torch_recompute.simulation.training_step import TrainingStep
 from torch_recompute.stores import Bandwidth
-from torch_recompute.training_step import TrainingStep
 
 X = torch.randn(512, 16)
 INPUT = X.nbytes

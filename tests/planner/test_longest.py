@@ -14,7 +14,7 @@ from torch_recompute import ArgumentError, BudgetError, Plan, apply, make_plan, 
 from torch_recompute.planner.longest import FINE, UNIT, Longest
 from torch_recompute.planner.planner import Planner
 from torch_recompute.planner.sizes import Lengths
-from torch_recompute.training_step import TrainingStep
+from torch_recompute.simulation.training_step import TrainingStep
 
 
 def sequence(length: int = 32) -> torch.Tensor:

@@ -31,7 +31,6 @@ from torch_recompute import (
     solve,
     verify,
 )
-from torch_recompute.devices import Roofline
 from torch_recompute.errors import brief
 from torch_recompute.memory.loop import Loop
 from torch_recompute.planner.candidates import all_guesses, record
@@ -39,7 +38,8 @@ from torch_recompute.planner.planner import Planner
 from torch_recompute.planner.prices import Overhead
 from torch_recompute.planner.segments import group, regions
 from torch_recompute.planner.solve import smallest
-from torch_recompute.training_step import TrainingStep
+from torch_recompute.simulation.devices import Roofline
+from torch_recompute.simulation.training_step import TrainingStep
 
 WIDTH, TOKENS, BATCH = 32, 16, 2
 

@@ -24,7 +24,7 @@ from torch_recompute import profile as profile_of
 from torch_recompute.integrations import huggingface, lightning
 from torch_recompute.integrations.policies import check_loop
 from torch_recompute.memory.loop import Loop
-from torch_recompute.training_step import any_loss
+from torch_recompute.simulation.training_step import any_loss
 
 SEEN = 64  # bytes: numbers that an optimizer makes where no mode watches
 VOCABULARY = 4096

@@ -17,9 +17,9 @@ from torch_recompute.planner import prices
 from torch_recompute.planner.ops import Meta, Op
 from torch_recompute.planner.planner import Planner
 from torch_recompute.planner.prices import Measured, Overhead, key_of, processor
+from torch_recompute.simulation.training_step import TrainingStep
 from torch_recompute.stores import measured
 from torch_recompute.stores.measured import PriceFile, folder, full_name
-from torch_recompute.training_step import TrainingStep
 
 CPU = torch.device("cpu")
 SIXTEEN = Meta((16,), (1,), torch.float32)

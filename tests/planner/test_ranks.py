@@ -11,7 +11,6 @@ from torch import nn
 
 from support.zoo import mean_loss
 from torch_recompute import Plan, apply, measure, simulate
-from torch_recompute.devices import DEVICES
 from torch_recompute.errors import ArgumentError, BudgetError
 from torch_recompute.memory.loop import Loop
 from torch_recompute.plan.config import plan_of
@@ -35,8 +34,9 @@ from torch_recompute.planner.ops import Meta, Op
 from torch_recompute.planner.pipeline import graph_held
 from torch_recompute.planner.schedules import FORWARD, Action
 from torch_recompute.planner.tensor_parallel import rank_model
+from torch_recompute.simulation.devices import DEVICES
 from torch_recompute.simulation.step import simulate_step
-from torch_recompute.training_step import TrainingStep
+from torch_recompute.simulation.training_step import TrainingStep
 
 transformers = pytest.importorskip("transformers")
 

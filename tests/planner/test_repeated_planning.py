@@ -18,7 +18,7 @@ from support.zoo import mean_loss
 from torch_recompute import Choice, Plan, apply, make_plan, profile
 from torch_recompute.planner import planner
 from torch_recompute.planner.known import MOST, digest, forget, known
-from torch_recompute.training_step import TrainingStep
+from torch_recompute.simulation.training_step import TrainingStep
 
 SCALE = 2
 

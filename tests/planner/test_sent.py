@@ -10,9 +10,9 @@ import torch
 from torch_recompute import Ranks
 from torch_recompute._torch.fakes import APART
 from torch_recompute._torch.ranks import functional
-from torch_recompute.devices import DEVICES, connected
 from torch_recompute.planner.ops import Meta, Op
 from torch_recompute.planner.sent import overlapped, sent, unknown_network, what
+from torch_recompute.simulation.devices import DEVICES, connected
 
 SMALL, LARGE = Meta((64,), (1,), torch.bfloat16), Meta((512,), (1,), torch.bfloat16)
 

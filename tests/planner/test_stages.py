@@ -25,7 +25,7 @@ from torch_recompute.planner.rank_memory import RankMemory, StageBytes
 from torch_recompute.planner.schedules import one_f_one_b, schedule_steps
 from torch_recompute.planner.stage_runs import StageRun, StageRunner
 from torch_recompute.simulation import Moment
-from torch_recompute.training_step import TrainingStep
+from torch_recompute.simulation.training_step import TrainingStep
 
 PATHS = [f"layers.{i}" for i in range(8)]
 

@@ -20,7 +20,7 @@ from torch_recompute.planner.cost import Host
 from torch_recompute.planner.hosts import Leave, waited
 from torch_recompute.planner.planner import Planner
 from torch_recompute.simulation.fused import fuse
-from torch_recompute.training_step import TrainingStep
+from torch_recompute.simulation.training_step import TrainingStep
 
 ONE_PROCESS = True
 SMALL: dict[str, Any] = {

@@ -23,7 +23,7 @@ from torch_recompute.planner.cost import peak
 from torch_recompute.planner.planner import Planner
 from torch_recompute.planner.solve import choose
 from torch_recompute.simulation.fake_mode import FakeMode
-from torch_recompute.training_step import TrainingStep
+from torch_recompute.simulation.training_step import TrainingStep
 
 WIDTH = 16
 Change = Callable[[torch.Tensor], torch.Tensor]

@@ -28,7 +28,7 @@ from torch_recompute import (
     simulate,
     verify,
 )
-from torch_recompute._text import shown, table
+from torch_recompute.errors.text import shown, table
 from torch_recompute.plan.units import find_units
 
 LAYERS = 12

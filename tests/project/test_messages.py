@@ -91,7 +91,6 @@ from torch_recompute.commands.trials import DONE, Record, Setting, Workload
 from torch_recompute.compat import deepspeed, megatron, paddle
 from torch_recompute.compiling import Partition
 from torch_recompute.compiling.layers import CompiledLayers, compile_layers
-from torch_recompute.devices import Roofline
 from torch_recompute.distributed import (
     RngStreams,
     ShardedOver,
@@ -119,10 +118,11 @@ from torch_recompute.planner.solve import choose
 from torch_recompute.planner.tensor_parallel import divided, rank_model
 from torch_recompute.simulation import simulate_step
 from torch_recompute.simulation.copies import Faker
+from torch_recompute.simulation.devices import Roofline
 from torch_recompute.simulation.ring import over_ring
+from torch_recompute.simulation.training_step import TrainingStep
 from torch_recompute.stores import bandwidth, host
 from torch_recompute.stores.transfers import Direct, TransferQueue
-from torch_recompute.training_step import TrainingStep
 
 
 def no_group() -> ShardedOver:

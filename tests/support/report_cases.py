@@ -10,7 +10,7 @@ from support.models import Residual
 from support.zoo import mean_loss
 from torch_recompute import Choice, Plan
 from torch_recompute.commands.report_data import Clock, Reported, collect
-from torch_recompute.training_step import TrainingStep
+from torch_recompute.simulation.training_step import TrainingStep
 
 
 def pair() -> tuple[nn.Module, tuple[torch.Tensor]]:

@@ -15,7 +15,7 @@ from torch_recompute import Plan
 from torch_recompute.errors import BudgetError
 from torch_recompute.memory.loop import Loop
 from torch_recompute.planner.planner import Planner
-from torch_recompute.training_step import TrainingStep
+from torch_recompute.simulation.training_step import TrainingStep
 
 from .config import PRICES, Config
 from .measuring import Seen, Step, clock, difference, ratio

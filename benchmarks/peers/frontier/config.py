@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from torch_recompute.devices import Roofline
 from torch_recompute.errors import ArgumentError
 from torch_recompute.planner.ops import Op
+from torch_recompute.simulation.devices import Roofline
 
 from .models import HEAD, MODELS
 from .models.convnext import FINEST

@@ -35,11 +35,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from torch_recompute._torch.fakes import FakeTensorMode
-from torch_recompute.devices import Roofline
 from torch_recompute.memory.operations import Operation
 from torch_recompute.planner.ops import Op, op_of
 from torch_recompute.planner.prices import prices_for
-from torch_recompute.training_step import TrainingStep
+from torch_recompute.simulation.devices import Roofline
+from torch_recompute.simulation.training_step import TrainingStep
 
 from .sac_tools import SacTools, ends_of_backward, priced, sac_tools
 

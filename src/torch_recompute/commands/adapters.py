@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from .. import errors
-from .._text import close_to
+from ..errors.text import close_to
 
 BASES = ("bf16", "nf4")
 ALL = "all-linear"

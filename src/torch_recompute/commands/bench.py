@@ -32,7 +32,7 @@ import torch
 from .. import RecomputeConfig, __version__, errors
 from ..memory.budget import read_budget
 from ..plan.settings import BLOCK_FLAG, GRANULARITY_FLAG, add_others_to, content_of
-from ..training_step import OPTIMIZERS
+from ..simulation.training_step import OPTIMIZERS
 from . import output as out
 from . import trials
 from .models import DTYPES, PRESETS

@@ -31,9 +31,8 @@ import torch
 from torch import nn
 
 from .. import _torch, errors
-from .._text import close_to
 from ..compiling.layers import CompiledLayers, compile_layers
-from ..devices import DEVICES, Device, connected
+from ..errors.text import close_to
 from ..memory.batch import ExampleCall, call_of
 from ..memory.budget import Limit
 from ..memory.loop import Loop
@@ -44,9 +43,10 @@ from ..planner.layout import Layout, one_rank
 from ..planner.profile import Profile
 from ..planner.solve import frontier, planned
 from ..planner.states import STATES, Stated
+from ..simulation.devices import DEVICES, Device, connected
 from ..simulation.experts import shared_experts
 from ..simulation.fused import OPTIONS, FusedLayers, fuse
-from ..training_step import (
+from ..simulation.training_step import (
     ALONE,
     OPTIMIZERS,
     USUAL,

@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any, cast
 from torch_recompute_cli import COMMANDS, Parser
 
 from .. import errors
-from .._text import at_work
-from .._text import document as document
+from ..errors.text import at_work
+from ..errors.text import document as document
 from ..plan.plan import Plan
 
 if TYPE_CHECKING:

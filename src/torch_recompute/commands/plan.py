@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from .. import errors
-from .._text import counted, explained, listed, table
+from ..errors.text import counted, explained, listed, table
 from ..memory.budget import enough, read_budget, too_small
 from ..plan.plan import Plan, SizeClass, shape_in_words
 from ..plan.ranks import KINDS_OF_CP, Ranks
@@ -58,7 +58,7 @@ from ..planner.profile import Profile
 from ..planner.sent import Sent, unknown_network
 from ..planner.states import Stated
 from ..simulation.experts import expert_paths, shared_experts
-from ..training_step import OPTIMIZERS, USUAL, elements, states_of
+from ..simulation.training_step import OPTIMIZERS, USUAL, elements, states_of
 from . import models
 from . import output as out
 from .models import DTYPES, AskedStep, goes_without

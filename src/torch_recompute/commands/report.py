@@ -26,10 +26,10 @@ import torch
 from torch import nn
 
 from .. import errors
-from ..devices import DEVICES
 from ..memory.batch import Batch
 from ..plan.plan import Plan
-from ..training_step import OPTIMIZERS, Loss, MakeOptimizer, TrainingStep
+from ..simulation.devices import DEVICES
+from ..simulation.training_step import OPTIMIZERS, Loss, MakeOptimizer, TrainingStep
 from . import models
 from . import output as out
 from .models import DTYPES, POINTS, RANK_KINDS, RANK_WORDS, STATE_KINDS, STEP_WORDS, AskedStep

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from .._text import grouped, starred
-from ..devices import DEVICES, Roofline
+from ..errors.text import grouped, starred
 from ..memory import Block
 from ..memory.operations import Operation
 from ..plan.apply import apply
@@ -34,7 +33,8 @@ from ..planner.ops import Op, op_of
 from ..planner.planner import Planner
 from ..planner.prices import Measured, prices_for
 from ..simulation import Moment, Simulation, after_others, simulate_step
-from ..training_step import TrainingStep
+from ..simulation.devices import DEVICES, Roofline
+from ..simulation.training_step import TrainingStep
 from .models import POINTS, curve
 
 SAMPLES = 600

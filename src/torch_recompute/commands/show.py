@@ -11,7 +11,7 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from .._text import explained
+from ..errors.text import explained
 from ..plan.labels import LABELS, MEANS, choices, matching
 from ..plan.roles import ROLES, Units
 from ..plan.units import find_units

@@ -43,7 +43,7 @@ from .._torch import tree_flatten, tree_leaves, tree_unflatten
 from ..errors import ArgumentError, BudgetError, MismatchError
 from ..memory.free import heap, host_memory
 from ..plan.exhausted import Shortage
-from ..training_step import OPTIMIZERS, USUAL, any_loss, optimizer_of
+from ..simulation.training_step import OPTIMIZERS, USUAL, any_loss, optimizer_of
 from .models import DTYPES, batch_for, load, made_by_a_function, random_batch
 from .small_models import VOCABULARY, Decoder, TransformerBlock, seeded
 

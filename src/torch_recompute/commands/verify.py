@@ -21,7 +21,7 @@ from ..doctor.verify import Verification
 from ..doctor.verify import verify as compare
 from ..memory.free import free_bytes
 from ..simulation import simulate
-from ..training_step import any_loss
+from ..simulation.training_step import any_loss
 from .models import DTYPES, add_model_options, load, load_with_batch, made_by_a_function, random_batch
 from .output import FAILED, OK, Output, add_options, document, new_command, read_plan
 

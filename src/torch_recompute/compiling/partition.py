@@ -24,10 +24,10 @@ import torch
 from torch import fx, nn
 
 from .. import errors
-from .._text import counted, table
 from .._torch.fakes import FakeTensorMode
 from .._torch.inductor import generated, in_order, no_modes
 from .._torch.partitioning import CustomPartitionerFn, hint, outputs_of, read_copies_of_written, split, tag
+from ..errors.text import counted, table
 from ..memory.budget import Budget, Limit, bytes_meant, read_budget
 from ..plan.apply import apply
 from ..plan.plan import Plan

@@ -19,18 +19,18 @@ import torch
 from torch import nn
 
 from .. import errors
-from .._text import doing
 from .._torch import is_operator
 from .._torch.fakes import FakeTensor, FakeTensorMode
 from .._torch.inductor import BackendError, on_fakes
 from .._torch.tensors import mapped
+from ..errors.text import doing
 from ..memory.budget import Budget, Limit, bytes_meant, no_plan_fits
 from ..memory.operations import Operation
 from ..plan.plan import Plan, Prediction
 from ..planner.ops import Meta, Op, op_of
 from ..planner.prices import Measured, prices_for
 from ..simulation import Simulation, after_others, simulate_step
-from ..training_step import TrainingStep
+from ..simulation.training_step import TrainingStep
 from .choosing import Attempt, Chooser, approach
 from .partition import Partition, Partitioned
 

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from .. import _torch, errors
-from .._text import times
 from .._torch import graphs
+from ..errors.text import times
 from ..values import name_of
 
 

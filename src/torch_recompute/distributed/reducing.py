@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .. import errors
-from .._text import grouped
+from ..errors.text import grouped
 
 MIB = 1 << 20
 

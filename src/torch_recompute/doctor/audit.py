@@ -23,13 +23,13 @@ import torch
 from torch import nn
 
 from .. import _torch, errors
-from .._text import at_work, counted, grouped, paragraph, shown, starred_path, table, times
 from .._torch.compiler import uncompiled
 from .._torch.tensors import each_once
 from ..engine.captures import Captures, rebuild
 from ..engine.region_call import RegionCall, Replay
 from ..engine.saved_call import SavedCall
 from ..engine.slots import Packed, Stop, unpack
+from ..errors.text import at_work, counted, grouped, paragraph, shown, starred_path, table, times
 from ..memory.batch import Batch, call_of
 from ..memory.ledger import leaves, storages
 from ..memory.saved import short_line

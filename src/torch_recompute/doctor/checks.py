@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .. import errors
-from .._text import counted, document, grouped, paragraph, shown, starred_path, times
 from .._torch.compiler import CUT_REGION, NO_CUDA_GRAPH
+from ..errors.text import counted, document, grouped, paragraph, shown, starred_path, times
 from ..memory.budget import as_budget, read_budget
 from ..plan.exhausted import against_fragmentation, fragmented
 from ..plan.plan import Plan

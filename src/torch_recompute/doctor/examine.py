@@ -22,14 +22,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import _torch, errors
-from .._text import at_work
 from .._torch.checkpoints import checkpoints_run_by
+from ..errors.text import at_work
 from ..memory.batch import Batch
 from ..memory.loop import COMMON, Loop
 from ..plan.apply import apply, not_applicable
 from ..plan.exhausted import planned_models
 from ..plan.plan import Plan
-from ..training_step import Loss, MakeOptimizer, TrainingStep, loss_of
+from ..simulation.training_step import Loss, MakeOptimizer, TrainingStep, loss_of
 from ..values import name_of
 from .audit import Audit, audit
 from .checks import CHECKS, Evidence, Report, look_for

@@ -32,11 +32,11 @@ import torch
 from torch import nn
 
 from .. import _torch
-from .._text import grouped, starred_path
 from .._torch.checkpoints import checkpoints_run_by, forward_with_grad, functions_run_by
 from .._torch.graphs import function_of
 from ..compat.torch_utils import checkpoint
 from ..engine.region_call import RegionCall
+from ..errors.text import grouped, starred_path
 from ..memory.budget import Limit, bytes_meant
 from ..memory.ledger import CountedOnce
 from ..memory.loop import Loop
@@ -49,7 +49,7 @@ from ..planner.hosts import stores_for
 from ..planner.ops import op_of
 from ..planner.planner import Planner
 from ..simulation import Simulation, after_others, simulate_step
-from ..training_step import TrainingStep, loss_of
+from ..simulation.training_step import TrainingStep, loss_of
 from ..values import name_of, thread
 
 AGAIN = 0.9  # share of a forward's operations that a checkpoint's backward runs: a last one may be left out

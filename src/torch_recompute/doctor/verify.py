@@ -23,12 +23,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import errors
-from .._text import at_work, counted, paragraph, shown
+from ..errors.text import at_work, counted, paragraph, shown
 from ..memory.batch import Batch, call_of
 from ..plan import Choice, Plan, apply
 from ..plan.apply import not_applicable
 from ..plan.libraries import switched
-from ..training_step import any_loss, with_labels
+from ..simulation.training_step import any_loss, with_labels
 from .compare import KINDS, Difference, ModelCall, Noise, differences
 
 TRIALS = 8

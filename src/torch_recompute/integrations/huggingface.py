@@ -24,7 +24,7 @@ from torch import nn
 from .. import errors, memory
 from ..memory.loop import Loop
 from ..planning import plan_first_call
-from ..training_step import loss_of
+from ..simulation.training_step import loss_of
 from .policies import Applied, Policy, StepFigures, apply, check_loop, one_of, plan_of
 
 if TYPE_CHECKING:

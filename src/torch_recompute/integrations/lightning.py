@@ -18,7 +18,7 @@ from torch import nn
 
 from ..memory.loop import Loop
 from ..planning import plan_first_call
-from ..training_step import Loss
+from ..simulation.training_step import Loss
 from .policies import Applied, Policy, StepFigures, apply, check_loop, one_of
 
 if TYPE_CHECKING:

@@ -34,10 +34,10 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from .. import errors
-from .._text import shown, table
 from .._torch.storages import is_fake
 from ..engine.elastic import ElasticCall
 from ..engine.region_call import Contexts, RegionCall
+from ..errors.text import shown, table
 from ..region import checked_store
 from ..stores import Store, bandwidth
 from .budget import as_budget, read_budget

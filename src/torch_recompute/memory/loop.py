@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import errors
-from .._text import counted
+from ..errors.text import counted
 
 _MEANS = {
     "hold_output": "whether the model's output is alive in backward, as in `out = model(batch); out.loss.backward()`",

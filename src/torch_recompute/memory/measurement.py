@@ -28,9 +28,9 @@ import torch
 from torch import nn
 
 from .. import _torch
-from .._text import in_html, shown
 from .._torch import in_backward
 from ..errors import ArgumentError, RecomputeError
+from ..errors.text import in_html, shown
 from ..observer import observing
 from ..values import doing_recompute
 from . import allocator

@@ -33,10 +33,10 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from .. import errors
-from .._text import counted, grouped, shown, starred, starred_path, table
 from .._torch.storages import set_versions, versions_of
 from ..engine.arguments import Call
 from ..engine.captures import Captures, undo
+from ..errors.text import counted, grouped, shown, starred, starred_path, table
 from ..state import DEFAULT, Ambient, NumpyRng, PythonRng
 from .batch import Batch, call_of
 from .ledger import storages

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from .. import errors
-from .._text import close_to
+from ..errors.text import close_to
 from ..region import checked_pool, checked_store
 from ..stores import OnHost, Store
 from .choice import Choice, Target, joined

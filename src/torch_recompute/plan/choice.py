@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import errors
-from .._text import grouped, listed
+from ..errors.text import grouped, listed
 
 PRODUCT, DOWN, MATMUL, ATTENTION, VALUES_UNUSED = "product", "down", "matmul", "attention", "values_unused"
 REDUCTION, COLLECTIVE = "reduction", "collective"

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from .. import errors
-from .._text import starred_path
+from ..errors.text import starred_path
 from ..memory import saved_activations
 from ..memory.batch import Batch, call_of
 from ..memory.operations import ModuleStack

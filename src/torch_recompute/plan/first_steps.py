@@ -31,8 +31,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .. import _torch, errors
-from .._text import counted, listed
 from .._torch import tracing
+from ..errors.text import counted, listed
 from ..memory import allocator
 from ..memory.batch import ExampleCall, tensors_of_call
 from ..memory.loop import COMMON

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
 from .. import errors
-from .._text import counted, explained, listed, shown, table
+from ..errors.text import counted, explained, listed, shown, table
 from ..memory.loop import COMMON, Loop
 from ..memory.reserved import in_words
 from .choice import KINDS, RECOMPUTED, SHORT, Choice, Target, written

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .. import errors
-from .._text import counted
+from ..errors.text import counted
 
 SIZES = ("tp", "pp", "vpp", "cp", "ep", "dp", "fsdp")
 KINDS_OF_CP = ("all-gather", "ring", "ulysses")

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .._text import grouped, shown, starred, table
+from ..errors.text import grouped, shown, starred, table
 from .choice import Choice, Target, written
 from .observe import Figures
 from .plan import MIB

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from .._text import shown
+from ..errors.text import shown
 from .choice import Target
 
 ROLES: Mapping[str, str] = {

@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any, NoReturn
 
 from .. import errors
-from .._text import shown, table
+from ..errors.text import shown, table
 from .plan import VERSION, Plan, bad_plan, made, read
 from .roles import inside
 

@@ -31,12 +31,12 @@ import torch
 from torch import nn
 
 from .. import _torch, errors
-from .._text import starred_path
 from .._torch import tracing
 from .._torch.modes import transforming
 from .._torch.storages import is_fake
 from ..engine.discard import Discard
 from ..engine.region_call import Options, RegionCall
+from ..errors.text import starred_path
 from ..observer import here, observing
 from ..region import Pool, keep, no_effect, run, trace
 from ..state import DEFAULT

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from .. import _torch, errors
-from .._text import doing
+from ..errors.text import doing
 from ..memory.budget import Limit, no_plan_fits
 from ..plan.apply import apply
 from ..plan.plan import Plan
 from ..plan.ranks import Ranks
 from ..simulation import Simulation, simulate_step
-from ..training_step import OPTIMIZERS, USUAL, TrainingStep
+from ..simulation.training_step import OPTIMIZERS, USUAL, TrainingStep
 from .configurations import largest_parts, made_of
 from .hosts import HostApart, Leave
 from .layout import LayoutPlanner

@@ -25,8 +25,7 @@ from typing import Any, NamedTuple, cast
 from torch import nn
 
 from .. import errors
-from .._text import close_to, counted, doing, listed, shown, table
-from ..devices import Roofline
+from ..errors.text import close_to, counted, doing, listed, shown, table
 from ..memory.ledger import Block, largest
 from ..memory.operations import Operation
 from ..memory.reserved import EXPANDABLE
@@ -36,9 +35,10 @@ from ..plan.labels import choices, matching, notes
 from ..plan.plan import Plan
 from ..plan.units import find_units
 from ..simulation import Simulation, after_others, simulate_step
+from ..simulation.devices import Roofline
 from ..simulation.recording import SHARDING
+from ..simulation.training_step import TrainingStep, elements
 from ..stores import Bandwidth
-from ..training_step import TrainingStep, elements
 from .hosts import NO_LEAVE, Leave, stores_for, waited
 from .ops import Op, op_of
 from .prices import Measured, prices_for, seconds_of

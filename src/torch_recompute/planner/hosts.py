@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 from .. import errors
-from ..devices import DEVICES, Roofline
 from ..memory.budget import read_budget
 from ..plan.plan import Plan
+from ..simulation.devices import DEVICES, Roofline
+from ..simulation.training_step import TrainingStep
 from ..stores import Bandwidth, OnHost, bandwidth
 from ..stores.transfers import Direct, TransferQueue
-from ..training_step import TrainingStep
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,8 @@ from ..memory.ledger import storages
 from ..memory.operations import kind_of
 from ..plan.plan import Plan
 from ..simulation.made_up import keeps_values
+from ..simulation.training_step import TrainingStep
 from ..stores.measured import full_name
-from ..training_step import TrainingStep
 
 if TYPE_CHECKING:
     from ..simulation import Simulation

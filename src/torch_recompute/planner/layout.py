@@ -25,9 +25,8 @@ import torch
 from torch import nn
 
 from .. import errors
-from .._text import counted, table
 from .._torch.fakes import host_of
-from ..devices import Device
+from ..errors.text import counted, table
 from ..memory.budget import Limit
 from ..memory.ledger import Block, Place
 from ..memory.loop import NOT_COUNTED, Loop
@@ -35,8 +34,9 @@ from ..memory.measurement import weights_of
 from ..plan.apply import apply
 from ..plan.plan import Plan
 from ..plan.ranks import Ranks
+from ..simulation.devices import Device
 from ..simulation.step import simulate_step, where_it_runs
-from ..training_step import OPTIMIZERS, TrainingStep, any_loss
+from ..simulation.training_step import OPTIMIZERS, TrainingStep, any_loss
 from .configurations import (
     NO_WAITS,
     PEAK_WORDS,

@@ -23,14 +23,14 @@ from typing import Any, ClassVar
 import torch
 
 from .. import errors
-from .._text import doing
+from ..errors.text import doing
 from ..memory.budget import FIT, Budget, Limit, bytes_meant, read_budget
 from ..memory.reserved import expands
 from ..plan.apply import apply
 from ..plan.plan import Plan
 from ..plan.sizes import parameters
 from ..simulation import Simulation, simulate_step
-from ..training_step import TrainingStep
+from ..simulation.training_step import TrainingStep
 from .alternatives import held_by
 from .configurations import ConfiguredStep, peaks_of
 from .hosts import NO_LEAVE, Leave, stores_for

@@ -33,7 +33,7 @@ from ..plan.choice import Choice, joined
 from ..plan.plan import Plan
 from ..plan.roles import inside, relative
 from ..plan.stages import StagePlan, StagePlans, Stages
-from ..training_step import TrainingStep
+from ..simulation.training_step import TrainingStep
 from .bound import bound
 from .cost import Costs, Graph, Kind, Option, Point, Segment, Solution, begins, for_all, kinds_for_all
 from .hosts import NO_LEAVE, Leave

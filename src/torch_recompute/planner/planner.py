@@ -27,7 +27,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from .. import errors
-from .._text import counted, doing
+from ..errors.text import counted, doing
 from ..memory.budget import FIT, Budget, Limit, bytes_meant, no_plan_fits, read_budget
 from ..memory.free import free_bytes
 from ..memory.operations import Operation
@@ -39,7 +39,7 @@ from ..plan.plan import Plan, Switched
 from ..plan.roles import inside, relative
 from ..plan.wrappers import described
 from ..simulation import Moment, Simulation, after_others, simulate_step
-from ..training_step import ALONE, TrainingStep, loss_of
+from ..simulation.training_step import ALONE, TrainingStep, loss_of
 from .candidates import Guess, SegmentRecord, guesses, offloads, record
 from .clock import Clocked, Scale, clock, obstacle
 from .cost import (

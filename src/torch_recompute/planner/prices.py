@@ -1,4 +1,4 @@
-"""Prices of operations, in seconds: measured on a device, where none is named by its data sheet (`devices.py`).
+"""Prices of operations, in seconds: measured on a device, or by a data sheet (`simulation/devices.py`).
 
 Measured means: the operation is run alone on made-up inputs, once to warm up and three times for its price, and the
 fastest counts. One that the roofline puts above `LONGEST`, or that cannot be run alone, is priced by the roofline,
@@ -34,12 +34,12 @@ import torch
 from .._torch import is_operator
 from .._torch.fakes import taken_by
 from .._torch.modes import without_modes
-from ..devices import DEVICES, Roofline, data_sheet_of
 from ..plan.apply import apply
 from ..plan.choice import Choice
 from ..plan.plan import Plan
+from ..simulation.devices import DEVICES, Roofline, data_sheet_of
+from ..simulation.training_step import TrainingStep
 from ..stores.measured import PriceFile, full_name
-from ..training_step import TrainingStep
 from .ops import Meta, Op, metas
 
 LONGEST = 0.5  # seconds

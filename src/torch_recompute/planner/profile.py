@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any, TypeVar
 
 from .. import errors
-from .._text import shown, starred, table
+from ..errors.text import shown, starred, table
 from ..memory.loop import Loop
 from ..plan.plan import MIB, VERSION, Plan, Switched, made, read
 from .cost import NOTHING, Always, Costs, Graph, Host, Kind, Node, Option, Segment, highest_points

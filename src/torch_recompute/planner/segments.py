@@ -42,7 +42,7 @@ from ..simulation.copies import Faker
 from ..simulation.experts import share_experts
 from ..simulation.fake_mode import FakeMode
 from ..simulation.fully_sharded import computing
-from ..training_step import TrainingStep
+from ..simulation.training_step import TrainingStep
 from .ops import Op, logging
 from .trials import SegmentCall
 

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .. import errors
-from ..devices import UNKNOWN_NETWORK, Roofline
+from ..simulation.devices import UNKNOWN_NETWORK, Roofline
 from .ops import FROM_HOST, Op
 from .prices import Measured, hidden_in
 

@@ -30,7 +30,7 @@ from ..plan.apply import apply
 from ..plan.plan import Plan, SizeClass, shape_in_words
 from ..plan.sizes import parameters, size_of
 from ..simulation import simulate_step
-from ..training_step import TrainingStep
+from ..simulation.training_step import TrainingStep
 from .hosts import NO_LEAVE, Leave, stores_for
 from .planner import Planner
 

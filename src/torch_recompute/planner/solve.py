@@ -28,7 +28,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from .. import errors
-from .._text import starred
+from ..errors.text import starred
 from ..memory.budget import Limit, bytes_meant
 from ..plan.choice import Choice, joined, kept_in_words, stored_in
 from ..plan.plan import NOT_RECOMPUTED, OFFLOADED, Line, Plan, Prediction

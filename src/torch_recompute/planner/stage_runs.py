@@ -40,7 +40,7 @@ from ..simulation.fully_sharded import ShardedStages, dtype_of, stages_of
 from ..simulation.made_up import floats
 from ..simulation.recording import SHARDING, Recording
 from ..simulation.step import held_by_libraries, step_as_there, where_it_runs
-from ..training_step import TrainingStep, loss_of
+from ..simulation.training_step import TrainingStep, loss_of
 from .hosts import HostApart
 from .ops import Op, logging, op_of
 from .rank_memory import StageBytes

@@ -26,7 +26,7 @@ import torch
 
 from .._torch.fakes import host_of
 from ..memory.measurement import weights_of
-from ..training_step import OPTIMIZERS, USUAL
+from ..simulation.training_step import OPTIMIZERS, USUAL
 
 Make = Callable[[Any], torch.optim.Optimizer]
 STATES = ("fp32-master", "bf16", "8bit")

@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from .. import errors
-from .._text import counted, doing
+from ..errors.text import counted, doing
 from ..memory import Block
 from ..memory.operations import Operation
 from ..plan.apply import Applied, apply
@@ -37,7 +37,7 @@ from ..plan.units import find_units
 from ..plan.wrappers import HeadWithLoss, wrappers_on
 from ..simulation import Simulation, simulate_step
 from ..simulation.fused import KERNEL
-from ..training_step import TrainingStep
+from ..simulation.training_step import TrainingStep
 from .hosts import stores_for
 from .ops import Op, op_of
 

@@ -7,9 +7,9 @@ from ..memory.ledger import Ledger
 from ..memory.measurement import running
 from ..plan.apply import Applied, apply
 from ..plan.plan import Plan
-from ..training_step import TrainingStep
 from .recording import Recording
 from .step import simulate_step
+from .training_step import TrainingStep
 
 
 class LedgerMeter:

@@ -46,7 +46,7 @@ from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
 from .. import errors
-from .._text import counted, listed
+from ..errors.text import counted, listed
 from ..plan.calls import declare_product
 from ..plan.roles import Unit, Units, relative
 from ..plan.units import find_units, product_of

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 
 from .. import errors
-from .._text import listed
 from .._torch.fakes import resizes
 from .._torch.flops import flops
+from ..errors.text import listed
 from ..memory.ledger import ACTIVATIONS, OTHER, Entries, Entry, Ledger, Place, leaves, storages
 from ..memory.measurement import Measurement
 from ..memory.operations import PHASES, ModuleStack, Operation, Seen, Storages

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from .._text import grouped, shown, starred_path, table
 from ..errors import size
+from ..errors.text import grouped, shown, starred_path, table
 from ..memory.ledger import Block, Place
 from ..memory.loop import Loop
 from ..memory.reserved import Reserved, in_words, reserved

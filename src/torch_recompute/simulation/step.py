@@ -31,12 +31,11 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .. import _torch, errors
-from .._text import at_work, counted, grouped, starred_path
 from .._torch.compiler import uncompiled
 from .._torch.fakes import APART, FakeTensor, FakeTensorMode
 from .._torch.graphs import gradient_hooks
 from .._torch.tensors import mapped
-from ..devices import Roofline
+from ..errors.text import at_work, counted, grouped, starred_path
 from ..memory.batch import Batch, tensors_of_call
 from ..memory.cuda_kernels import kept_by_cublas
 from ..memory.ledger import (
@@ -58,14 +57,15 @@ from ..memory.operations import ModuleStack
 from ..memory.workspaces import keep
 from ..plan.apply import Applied, apply, not_applicable
 from ..plan.plan import Plan
-from ..training_step import MakeOptimizer, TrainingStep, loss_in
 from .context_parallel import share_context
 from .copies import Faker, others_as_before
+from .devices import Roofline
 from .experts import share_experts
 from .fake_mode import FakeMode
 from .fully_sharded import shard
 from .recording import SHARDING, Recording, Unknown, Watch, uncounted
 from .result import Moment, Simulation
+from .training_step import MakeOptimizer, TrainingStep, loss_in
 
 Prepare = Callable[[nn.Module], object] | None
 _WORTH_ADVICE = 0.1

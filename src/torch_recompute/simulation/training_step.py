@@ -17,17 +17,17 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from . import _torch, errors
-from ._text import close_to, listed
-from ._torch.fakes import APART, CPU
-from ._torch.graphs import gradient_hooks
+from .. import _torch, errors
+from .._torch.fakes import APART, CPU
+from .._torch.graphs import gradient_hooks
+from ..errors.text import close_to, listed
+from ..memory.batch import Batch, call_of, labels_of, signature_of
+from ..memory.collectives import several_ranks
+from ..memory.free import CONTEXT, free_bytes, held_bytes, memory_of, reserve
+from ..memory.loop import COMMON, Loop
+from ..memory.measurement import weights_of
+from ..plan.ranks import Ranks
 from .devices import Device, Where, where
-from .memory.batch import Batch, call_of, labels_of, signature_of
-from .memory.collectives import several_ranks
-from .memory.free import CONTEXT, free_bytes, held_bytes, memory_of, reserve
-from .memory.loop import COMMON, Loop
-from .memory.measurement import weights_of
-from .plan.ranks import Ranks
 
 Loss = Callable[[Any], torch.Tensor] | None
 ALONE = Ranks()

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from . import errors
-from ._text import close_to
-from ._torch.cuda import tf32
+from .. import errors
+from .._torch.cuda import tf32
+from ..errors.text import close_to
 
 if TYPE_CHECKING:
-    from .planner.ops import Op
+    from ..planner.ops import Op
 
 REACHED_FLOPS, REACHED_BYTES = 0.7, 0.8
 _FOUND, _CORRECTED = 0.9897, 0.92
