@@ -28,8 +28,8 @@ from .errors import (
     StoreError,
 )
 from .region import no_recompute, recompute
+from .state.values import doing_recompute, get_recompute_data, is_recomputing, replay, save_for_recompute
 from .stores import OnDevice, Store
-from .values import doing_recompute, get_recompute_data, is_recomputing, replay, save_for_recompute
 
 if TYPE_CHECKING:
     from .compat.olmo import OutputDiscardCheckpoint

@@ -41,10 +41,10 @@ from ._torch import ambient_hooks, tracing
 from ._torch.modes import dual_level, transform_level, transforming
 from .engine.region_call import NEVER, Options, RegionCall, Replay, hand_over, mark_not_needed
 from .engine.saved_call import SavedCall, call_again, record_call, stored_call, tensors_of
-from .observer import Observer, Running, here, observing
 from .state import DEFAULT, Ambient
+from .state.observer import Observer, Running, here, observing
+from .state.values import Run, kept_in_graph, name_of, named_as, thread
 from .stores import OnDevice, Store
-from .values import Run, kept_in_graph, name_of, named_as, thread
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -25,12 +25,12 @@ from torch_recompute import (
     replay,
     save_for_recompute,
     state,
-    values,
 )
 from torch_recompute._torch.devices import capturing
 from torch_recompute.engine import mismatch
-from torch_recompute.observer import Running
 from torch_recompute.plan import observe
+from torch_recompute.state import values
+from torch_recompute.state.observer import Running
 from torch_recompute.stores import host
 
 

@@ -14,7 +14,7 @@ from torch.autograd.graph import save_on_cpu
 from support.elastic import Script
 from support.limited import Limited, limited, missing
 from torch_recompute import no_recompute, recompute
-from torch_recompute.observer import Observer, here, observing
+from torch_recompute.state.observer import Observer, here, observing
 
 SCRIPTS = [("never", False), ("forward", False), ("forward", True)]
 each = pytest.mark.parametrize(("when", "saved"), SCRIPTS)

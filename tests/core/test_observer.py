@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from laws.watch import no_collector, on_threads
-from torch_recompute import no_recompute, observer, recompute, replay
-from torch_recompute.observer import Observer, Running, observing, running
+from torch_recompute import no_recompute, recompute, replay
+from torch_recompute.state import observer
+from torch_recompute.state.observer import Observer, Running, observing, running
 
 
 class Log(Observer):

@@ -17,7 +17,6 @@ from torch import nn
 from support.models import gpt, ids_of
 from support.zoo import mean_loss
 from torch_recompute import Choice, Plan, Profile, make_plan, measure, profile, saved_activations, simulate
-from torch_recompute.observer import Running, running
 from torch_recompute.planner import clock as clock_module
 from torch_recompute.planner import planner
 from torch_recompute.planner.clock import Clocked, Replays, Scale, clock, obstacle, spread_of
@@ -25,6 +24,7 @@ from torch_recompute.planner.cost import Costs, Graph, Kind, Node, Option, Segme
 from torch_recompute.planner.planner import Planner
 from torch_recompute.planner.prices import Measured
 from torch_recompute.simulation.training_step import TrainingStep, loss_of
+from torch_recompute.state.observer import Running, running
 
 CPU = torch.device("cpu")
 

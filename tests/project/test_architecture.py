@@ -35,9 +35,7 @@ NO_CODE = {
 ROOMS = (
     ("errors",),
     ("_torch",),
-    ("observer",),
     ("state",),
-    ("values",),
     ("stores",),
     ("engine",),
     ("region",),
@@ -63,9 +61,9 @@ LATE = {"numpy": LEAN, "yaml": {"plan"}, "psutil": {"memory"}}
 # All that `import torch_recompute.region` loads, in the order in which docs/trust.md leads through it. These run in
 # every process that trains, so a reviewer reads them first; every other file is loaded when it is first used.
 CORE = (
-    *("errors/__init__", "observer"),
+    *("errors/__init__", "state/observer"),
     *("_torch/__init__", "_torch/tensors", "_torch/devices", "_torch/modes", "_torch/tracing"),
-    *("state", "values", "stores/__init__", "stores/store"),
+    *("state/__init__", "state/values", "stores/__init__", "stores/store"),
     *("engine/__init__", "engine/arguments", "engine/captures", "engine/replay_state", "engine/inputs"),
     *("engine/slots", "engine/backward_task", "engine/region_call"),
     *("engine/views", "engine/shape_only", "engine/saved_call"),
@@ -87,7 +85,7 @@ PLANNER_FILES_WITHOUT_TORCH = {"cost", "solve", "bound", "profile"}
 # The bars of the house. They fall with what goes; one rises only in a commit with a design note that names the number.
 # Code lines have a token: no docstring, no comment, no blank line. A wing is some rooms; what is in none is a tool.
 WINGS = {
-    "core": {"errors", "_torch", "observer", "state", "values", "stores", "engine", "region"},
+    "core": {"errors", "_torch", "state", "stores", "engine", "region"},
     "planning": {"memory", "simulation", "plan", "compiling", "planner", "planning"},
     "around": {"compat", "distributed", "integrations", "doctor", "testing", "__init__"},
     "commands": {"commands", "report", "__main__"},

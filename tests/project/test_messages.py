@@ -82,7 +82,6 @@ from torch_recompute import (
     solve,
     state,
     testing,
-    values,
 )
 from torch_recompute.commands import bench, cli, demo, models, output
 from torch_recompute.commands import plan as plan_command
@@ -121,6 +120,7 @@ from torch_recompute.simulation.copies import Faker
 from torch_recompute.simulation.devices import Roofline
 from torch_recompute.simulation.ring import over_ring
 from torch_recompute.simulation.training_step import TrainingStep
+from torch_recompute.state import values
 from torch_recompute.stores import bandwidth, host
 from torch_recompute.stores.transfers import Direct, TransferQueue
 

@@ -36,7 +36,7 @@ from hypothesis import strategies as st
 from torch.utils import _pytree
 
 import torch_recompute as tr
-from torch_recompute.values import thread
+from torch_recompute.state.values import thread
 
 FLOATS = ("float32", "float64")
 MOST_NUMBERS = 24  # in one tensor

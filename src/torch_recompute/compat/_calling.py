@@ -14,8 +14,8 @@ from .. import errors
 from ..engine.region_call import Options
 from ..region import call, recompute, trace
 from ..state import DEFAULT, Ambient
+from ..state.values import name_of
 from ..stores import Store
-from ..values import name_of
 
 
 def check_callable(face: str, function: Any) -> None:

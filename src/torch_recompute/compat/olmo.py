@@ -14,7 +14,7 @@ from ..engine.discard import Discard
 from ..engine.region_call import Options
 from ..region import call, trace
 from ..state import DEFAULT, Ambient
-from ..values import name_of
+from ..state.values import name_of
 
 
 class OutputDiscardCheckpoint:

@@ -24,8 +24,8 @@ from .._torch import tracing
 from .._torch.tensors import apart
 from ..region import STAYS, no_effect
 from ..state import Ambient, NumpyRng, PythonRng
+from ..state.values import name_of
 from ..stores import OnHost
-from ..values import name_of
 from ._calling import as_region, check_callable, check_switch, take_reentrant
 from .torch_utils import in_segments
 

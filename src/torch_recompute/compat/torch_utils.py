@@ -21,7 +21,7 @@ from ..engine.mismatch import traces
 from ..engine.region_call import Contexts, Options
 from ..region import call, trace
 from ..state import DEFAULT
-from ..values import name_of
+from ..state.values import name_of
 from ._calling import take_reentrant
 
 _CHECKS = {"default": "metadata", "none": "none"}

@@ -21,7 +21,7 @@ from torch import nn
 from .. import _torch, errors
 from .._torch import graphs
 from ..errors.text import times
-from ..values import name_of
+from ..state.values import name_of
 
 
 class Reentrant(NamedTuple):

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from .. import _torch, errors
 from .._torch.devices import capturing
-from ..values import thread
+from ..state.values import thread
 
 DEFAULT, MODEL_PARALLEL, EXPERT = "default", "model-parallel", "expert"
 _cpu = torch.default_generator

@@ -35,7 +35,7 @@ from ..memory.ledger import leaves, storages
 from ..memory.saved import short_line
 from ..plan import Choice, Plan, apply
 from ..state import TensorState
-from ..values import CallRecord, thread
+from ..state.values import CallRecord, thread
 from .compare import ModelCall, SideEffects, sample_of
 from .recorder import NamedSyncs, RecordedOp, Recorder, RegionRun
 

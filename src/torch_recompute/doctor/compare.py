@@ -30,8 +30,8 @@ from .._torch.fakes import is_sharded
 from ..engine.captures import Captures
 from ..engine.mismatch import digest
 from ..memory.saved import CallState, module_names
-from ..observer import observing
 from ..state import DEFAULT, NumpyRng, PythonRng
+from ..state.observer import observing
 
 NOISE = 4.0
 """The factor by which noise may exceed that of two plain steps, which tell little of how large it can be."""

@@ -30,7 +30,7 @@ from ..plan.apply import apply, not_applicable
 from ..plan.exhausted import planned_models
 from ..plan.plan import Plan
 from ..simulation.training_step import Loss, MakeOptimizer, TrainingStep, loss_of
-from ..values import name_of
+from ..state.values import name_of
 from .audit import Audit, audit
 from .checks import CHECKS, Evidence, Report, look_for
 from .compare import Difference, ModelCall, Noise, StepResult, differences

@@ -1,8 +1,8 @@
 """Records what the regions of a model do: their operations, their waits for the device, the memory they write to.
 
 A dispatch mode sees every operation, those inside torch's own functions too. The engine says which regions it belongs
-to (`observer.py`), the Python stack which line. What runs in a saved call or in `replay(fn)` is not repeated and not
-recorded; neither is the engine's own work. An operation whose result is a number, or whose shape depends on values,
+to (`state/observer.py`), the Python stack which line. What runs in a saved call or in `replay(fn)` is not repeated and
+not recorded; neither is the engine's own work. An operation whose result is a number, or whose shape depends on values,
 waits for the device; a function mode adds the calls that wait for an accelerator but run no operation on a CPU.
 
 Of each result a sample is kept (`compare.py`), of a choice of experts (`topk`, `argmax`) all indices. `torch.empty` is
@@ -31,7 +31,7 @@ from ..engine.region_call import RegionCall
 from ..engine.tiles import PLUMBING
 from ..memory.ledger import leaves, storages
 from ..memory.operations import ModuleStack, Operation, kind_of
-from ..observer import Running, observing, running
+from ..state.observer import Running, observing, running
 from .compare import TensorSample, sample_of
 
 T = TypeVar("T")

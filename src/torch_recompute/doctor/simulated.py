@@ -2,10 +2,10 @@
 
 A region drops every reference it has, but others may hold the same memory: the consumer of a fused attention saves its
 output. So memory is counted on the fake tensors of one simulated step. The engine reports each tensor that a region
-drops (`observer.py`). When the loss is there, the graph is walked (`memory/retainers.py`): memory that was dropped and
-is held by something else is *pinned*, memory that a region holds and nothing else does is *held*. The region frees
-dropped - pinned - held, and that is, to the byte, how much less the step keeps with it. Regions inside others are
-counted with the outermost; operations and their FLOPs by the region they run in, forward and replay apart.
+drops (`state/observer.py`). When the loss is there, the graph is walked (`memory/retainers.py`): memory that was
+dropped and is held by something else is *pinned*, memory that a region holds and nothing else does is *held*. The
+region frees dropped - pinned - held, and that is, to the byte, how much less the step keeps with it. Regions inside
+others are counted with the outermost; operations and their FLOPs by the region they run in, forward and replay apart.
 
 Checkpoints of other libraries are counted as regions. Torch's are known by their function. One that is written by hand
 is an autograd Function whose forward's operations its backward runs again, with gradients, as the first simulated step
@@ -42,7 +42,6 @@ from ..memory.ledger import CountedOnce
 from ..memory.loop import Loop
 from ..memory.operations import Operation
 from ..memory.retainers import Retainers
-from ..observer import Observer, observing, running
 from ..plan.apply import apply
 from ..plan.plan import Plan
 from ..planner.hosts import stores_for
@@ -50,7 +49,8 @@ from ..planner.ops import op_of
 from ..planner.planner import Planner
 from ..simulation import Simulation, after_others, simulate_step
 from ..simulation.training_step import TrainingStep, loss_of
-from ..values import name_of, thread
+from ..state.observer import Observer, observing, running
+from ..state.values import name_of, thread
 
 AGAIN = 0.9  # share of a forward's operations that a checkpoint's backward runs: a last one may be left out
 

@@ -29,7 +29,7 @@ import torch
 from .. import _torch, errors
 from .._torch import graphs, parameter_of, storage_id
 from .._torch.tensors import meta, say
-from ..values import thread
+from ..state.values import thread
 from .inputs import DeferredInput, waiting
 from .region_call import Options, RegionCall
 from .saved_call import SavedCall

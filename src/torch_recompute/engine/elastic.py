@@ -36,9 +36,9 @@ from .. import _torch, errors
 from .._torch import tracing, version_of
 from .._torch.devices import capturing
 from .._torch.tensors import meta, say
-from ..observer import here, tell
+from ..state.observer import here, tell
+from ..state.values import Run, thread
 from ..stores import Kept, Store
-from ..values import Run, thread
 from .backward_task import this_task
 from .region_call import Contexts, Options, RegionCall, Replay
 from .saved_call import SavedCall

@@ -34,10 +34,10 @@ from .. import _torch, errors, state
 from .._torch import devices, parameter_of, storage_id, tracing, version_of
 from .._torch.modes import ComputedWeights
 from .._torch.tensors import meta, say
-from ..observer import here, is_exhaustion, tell
 from ..state import copies
+from ..state.observer import here, is_exhaustion, tell
+from ..state.values import CallRecord, Key, Run, thread
 from ..stores import Hooks, Store
-from ..values import CallRecord, Key, Run, thread
 from .arguments import Call
 from .backward_task import leaves_undone, this_task
 from .captures import parameters_of, reach, rebuild

@@ -25,10 +25,10 @@ import torch
 from .. import _torch, errors
 from .._torch import is_parameter, parameter_of, storage_id, tracing, version_of
 from .._torch.tensors import layout, meta, say, wants_grad
-from ..observer import Observers, here
 from ..state import Ambient, advanced
+from ..state.observer import Observers, here
+from ..state.values import Key, Run, thread, without_graph
 from ..stores import Kept, Store
-from ..values import Key, Run, thread, without_graph
 from .arguments import PLAIN, Call
 from .inputs import Inputs
 from .shape_only import ShapeOnly, TensorLayout, missing

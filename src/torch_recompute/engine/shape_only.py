@@ -30,7 +30,7 @@ from .. import _torch, errors
 from .._torch import is_operator
 from .._torch.modes import without_modes
 from .._torch.tensors import mapped
-from ..values import thread
+from ..state.values import thread
 
 aten: Any = torch.ops.aten
 ASK_FOR_LAYOUT = frozenset(

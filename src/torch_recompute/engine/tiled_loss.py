@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
 from .. import _torch, errors
-from ..values import name_of
+from ..state.values import name_of
 from . import tiles
 
 Tokenwise = Callable[[torch.Tensor], torch.Tensor]

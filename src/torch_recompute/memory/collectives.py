@@ -43,7 +43,7 @@ from .._torch import TorchDispatchMode
 from .._torch.ranks import dispatches, members
 from ..engine.elastic import ElasticCall
 from ..engine.region_call import Contexts
-from ..values import thread
+from ..state.values import thread
 
 _NAMESPACES = frozenset(
     {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"}

@@ -31,8 +31,8 @@ from .. import _torch
 from .._torch import in_backward
 from ..errors import ArgumentError, RecomputeError
 from ..errors.text import in_html, shown
-from ..observer import observing
-from ..values import doing_recompute
+from ..state.observer import observing
+from ..state.values import doing_recompute
 from . import allocator
 from .ledger import (
     ACTIVATIONS,

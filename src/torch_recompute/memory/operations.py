@@ -3,8 +3,9 @@
 After a forward the graph holds hundreds of storages, and a storage does not say where it comes from. A dispatch mode
 sees every operation's result when it is made; a storage that was not among the inputs and is not known yet is an
 allocation, and at that moment the running module (a stack, kept by torch's global module hooks), the region
-(`observer.py`) and the Python frames are at hand. The line is that of the nearest frame outside torch, this library
-and the standard library; in a model made of torch's modules alone there is none, and the line in `torch/nn` is given.
+(`state/observer.py`) and the Python frames are at hand. The line is that of the nearest frame outside torch, this
+library and the standard library; in a model made of torch's modules alone there is none, and the line in `torch/nn` is
+given.
 
 Nothing here refers to a tensor or a storage. Regions keep the modes that were active around them, and so these, for as
 long as their graph lives: `Allocations.run` empties itself before it returns.
@@ -30,8 +31,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from .._torch import TorchDispatchMode, current_node, in_backward, sequence_number, sequence_of
 from .._torch.graphs import ENGINE, caller
 from .._torch.storages import uses
-from ..observer import observing, running
-from ..values import thread
+from ..state.observer import observing, running
+from ..state.values import thread
 from .ledger import laid, leaves, storages
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep

@@ -35,10 +35,10 @@ from .._torch.graphs import function_of
 from .._torch.modes import attention_in_parts
 from .._torch.ranks import call_next_mode, dispatches
 from ..memory.ledger import CountedOnce, storages
-from ..observer import Observer, Running
 from ..region import keep
+from ..state.observer import Observer, Running
+from ..state.values import Run, name_of, replay, thread
 from ..stores import Store
-from ..values import Run, name_of, replay, thread
 
 Function = Callable[..., Any]
 

@@ -24,7 +24,7 @@ from ..memory.budget import as_budget
 from ..memory.free import reserve
 from ..memory.ledger import CountedOnce
 from ..memory.reserved import EXPANDABLE, expands
-from ..observer import Observer, always
+from ..state.observer import Observer, always
 from .plan import Plan
 
 _MEASURE = "run the step in `with torch_recompute.measure(model, optimizer):` to see all categories"

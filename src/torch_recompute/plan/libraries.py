@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from .. import errors
-from ..values import replay, thread
+from ..state.values import replay, thread
 from .wrappers import ForwardWrapper, Region
 
 ENABLE = ("activation_checkpointing_enable", "gradient_checkpointing_enable", "enable_gradient_checkpointing")

@@ -25,9 +25,9 @@ from ..engine.region_call import RegionCall
 from ..memory.ledger import CountedOnce
 from ..memory.meter import Stamp, between, stamp
 from ..memory.operations import Operation, Operations
-from ..observer import Observer, Running, running
+from ..state.observer import Observer, Running, running
+from ..state.values import Run, save_for_recompute
 from ..stores import Store
-from ..values import Run, save_for_recompute
 from .calls import Compare, Picks
 
 COMPARED = "torch_recompute: decisions are compared"

@@ -37,11 +37,11 @@ from .._torch.storages import is_fake
 from ..engine.discard import Discard
 from ..engine.region_call import Options, RegionCall
 from ..errors.text import starred_path
-from ..observer import here, observing
 from ..region import Pool, keep, no_effect, run, trace
 from ..state import DEFAULT
+from ..state.observer import here, observing
+from ..state.values import Overrides, thread
 from ..stores import Store
-from ..values import Overrides, thread
 from . import traced
 from .calls import KeepCalls, RepeatedAttention, run_keeping
 from .choice import ATTENTION, KINDS, Choice, Target

@@ -35,10 +35,10 @@ from torch import nn
 from .. import _torch
 from ..memory.meter import Stamp, between, stamp
 from ..memory.saved import generators_as_before
-from ..observer import Observer, Running, observing
 from ..plan.apply import apply
 from ..plan.plan import Plan
 from ..simulation.copies import others_as_before, over_copies, reach_copies
+from ..state.observer import Observer, Running, observing
 from .cost import Costs, Kind, Option, Solution
 from .prices import now, on
 

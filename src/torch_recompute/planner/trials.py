@@ -24,13 +24,13 @@ from ..memory.batch import tensors_of_call
 from ..memory.ledger import storages
 from ..memory.operations import Operation
 from ..memory.saved import generators_as_before
-from ..observer import observing, running
 from ..plan.apply import apply
 from ..plan.libraries import CacheSnapshot
 from ..plan.plan import Choice, Plan
 from ..simulation.fake_mode import FakeMode
 from ..simulation.made_up import floats
 from ..simulation.recording import SimulatedMeasurement
+from ..state.observer import observing, running
 from .cost import Option
 from .hosts import HostApart
 from .ops import Op, op_of

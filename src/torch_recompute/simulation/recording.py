@@ -18,7 +18,7 @@ from ..errors.text import listed
 from ..memory.ledger import ACTIVATIONS, OTHER, Entries, Entry, Ledger, Place, leaves, storages
 from ..memory.measurement import Measurement
 from ..memory.operations import PHASES, ModuleStack, Operation, Seen, Storages
-from ..observer import observing
+from ..state.observer import observing
 from .fake_mode import FakeMode
 
 Watch = Callable[[str, Operation], object]

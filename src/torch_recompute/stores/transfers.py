@@ -31,7 +31,7 @@ from .. import errors
 from .._torch import storage_id
 from .._torch.storages import Memory
 from .._torch.tensors import unexpanded
-from ..values import thread
+from ..state.values import thread
 
 
 class Mark(NamedTuple):

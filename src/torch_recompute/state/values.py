@@ -22,11 +22,11 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 
-from . import _torch, errors
-from ._torch import is_parameter, tracing, version_of
-from ._torch.devices import capturing
+from .. import _torch, errors
+from .._torch import is_parameter, tracing, version_of
+from .._torch.devices import capturing
+from . import Ambient, advanced
 from .observer import here
-from .state import Ambient, advanced
 
 P = ParamSpec("P")
 R = TypeVar("R")

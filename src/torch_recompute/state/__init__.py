@@ -29,9 +29,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from . import _torch, errors
-from ._torch.devices import captured_state, capturing, set_captured_state
-from ._torch.tensors import each_once
+from .. import _torch, errors
+from .._torch.devices import captured_state, capturing, set_captured_state
+from .._torch.tensors import each_once
 
 
 class CpuRng:
