@@ -151,7 +151,9 @@ def test_tensors_are_found_and_named(fn: Any, tensor: torch.Tensor, name: str) -
     """A tensor that may change is found with words that say where."""
     found = reach(fn)
     assert found is not None
-    assert any(seen.tensor is tensor and seen.label() == name for seen in found.mutable(cells=True))
+    assert any(
+        seen.tensor is tensor and seen.label() == name for seen in found.beside_parameters(grad=False, cells=True)
+    )
 
 
 @pytest.mark.parametrize(
@@ -446,7 +448,7 @@ def test_what_a_module_reaches_is_seen_after_a_change(change: Callable[[Holder],
     assert list(map(id, found.modules)) == list(map(id, holder.modules()))
     assert {id(seen.tensor) for seen in found.parameters(True)} == set(map(id, holder.parameters()))
     plain = {id(value) for value in vars(holder).values() if type(value) is torch.Tensor}
-    assert {id(seen.tensor) for seen in found.mutable(True)} == plain
+    assert {id(seen.tensor) for seen in found.beside_parameters(grad=False, cells=True)} == plain
 
 
 def test_a_scan_keeps_no_module() -> None:

@@ -361,7 +361,7 @@ def run_again(
         args, kwargs, cells, tensors = inputs
         before = {key: (one, one.storage.clone()) for key, one in first.written.items()}
         fn = rebuild(call._template, cells)  # pyright: ignore[reportPrivateUsage]
-        reached = Captures(fn).mutable(True)
+        reached = Captures(fn).beside_parameters(grad=False, cells=True)
         second.names = {id(storage): seen.label() for seen in reached for _, storage in storages(seen.tensor)}
         effects, run = around(fn), _FullReplay(call)
 

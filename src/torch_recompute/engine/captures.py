@@ -551,31 +551,20 @@ class Captures:
             if module._buffers:  # pyright: ignore[reportPrivateUsage]
                 yield module._buffers  # pyright: ignore[reportPrivateUsage]
 
-    def mutable(self, cells: bool) -> Iterator[Captured]:
-        """Buffers, and tensors without grad in closures (`cells`)."""
-        for i, module in enumerate(self.modules):
-            if module._buffers:  # pyright: ignore[reportPrivateUsage]
-                for name, buffer in module._buffers.items():  # pyright: ignore[reportPrivateUsage]
-                    if buffer is not None and not buffer.requires_grad:
-                        yield Captured("buffer", name, type(module), buffer, i < self.whole, module.training)
-        for name, tensor in self._named(cells):
-            if not wants_grad(tensor):
-                yield Captured("", name, type(None), tensor, True, True)
-
     def parameters(self, cells: bool) -> Iterator[Captured]:
         """Parameters, and other tensors that require grad: in buffers, in closures (`cells`)."""
         yield from parameters_of(self.modules, self.whole)
-        yield from self.with_grad(cells)
+        yield from self.beside_parameters(grad=True, cells=cells)
 
-    def with_grad(self, cells: bool) -> Iterator[Captured]:
-        """Tensors that require grad and are no parameters of a module: in buffers, in closures (`cells`)."""
+    def beside_parameters(self, *, grad: bool, cells: bool) -> Iterator[Captured]:
+        """Tensors that are no parameters, and require grad or do not: in buffers, in closures (`cells`)."""
         for i, module in enumerate(self.modules):
             if module._buffers:  # pyright: ignore[reportPrivateUsage]
                 for name, buffer in module._buffers.items():  # pyright: ignore[reportPrivateUsage]
-                    if buffer is not None and buffer.requires_grad:
+                    if buffer is not None and buffer.requires_grad == grad:
                         yield Captured("buffer", name, type(module), buffer, i < self.whole, module.training)
         for name, tensor in self._named(cells):
-            if wants_grad(tensor):
+            if wants_grad(tensor) == grad:
                 yield Captured("", name, type(None), tensor, True, True)
 
     def _named(self, cells: bool) -> Iterator[tuple[str, torch.Tensor]]:

@@ -182,7 +182,7 @@ class _Reached:
 
     def _watch(self, reach: Captures, cells: bool) -> None:
         some: list[torch.Tensor] = []
-        for seen in reach.mutable(cells):
+        for seen in reach.beside_parameters(grad=False, cells=cells):
             if type(seen.tensor) in _LAZY or not seen.tensor.numel():
                 self._late.append(seen.tensor)
                 continue
@@ -196,7 +196,7 @@ class _Reached:
             self._watched.append((seen, version_of(seen.tensor)))
         self._watched.extend(
             (seen._replace(tensor=_held(seen)), version_of(seen.tensor))
-            for seen in reach.with_grad(cells)
+            for seen in reach.beside_parameters(grad=True, cells=cells)
             if type(seen.tensor) not in _LAZY
         )
         if some:
