@@ -39,8 +39,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import Plan, RecomputeConfig, apply, errors, make_plan, measure, simulate
-from .._torch import tree_flatten, tree_leaves, tree_unflatten
+from .._torch import tree_leaves
 from ..errors import ArgumentError, BudgetError, MismatchError
+from ..memory.batch import each_tensor
 from ..memory.free import heap, host_memory
 from ..plan.exhausted import Shortage
 from ..simulation.training_step import OPTIMIZERS, USUAL, any_loss, optimizer_of
@@ -286,9 +287,7 @@ def ready(workload: Workload, rank: int, device: torch.device) -> Ready:
             for option, value in (("--batch", workload.batch), ("--sequence", workload.sequence)):
                 if value is not None:
                     raise ArgumentError(made_by_a_function(option, workload.model))
-    leaves, spec = tree_flatten(call)
-    moved = [leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    return Ready(model.to(device).train(), *tree_unflatten(moved, spec))
+    return Ready(model.to(device).train(), *each_tensor(call, lambda tensor: tensor.to(device)))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import inspect
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -85,6 +85,17 @@ def call_of(
         )
     _check_takes(what, model, args, named, loss)
     return args, named
+
+
+def each_tensor(tree: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """Returns a pytree with what `change` makes of each tensor in its place."""
+    leaves, spec = _torch.tree_flatten(tree)
+    return _torch.tree_unflatten([change(x) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
+
+
+def fresh(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy that requires grad as the tensor does, and is a leaf."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def tensors_of_call(given: Any) -> list[torch.Tensor]:

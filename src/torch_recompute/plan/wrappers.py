@@ -37,6 +37,7 @@ from .._torch.storages import is_fake
 from ..engine.discard import Discard
 from ..engine.region_call import Options, RegionCall
 from ..errors.text import starred_path
+from ..memory.batch import each_tensor
 from ..region import Pool, keep, no_effect, run, trace
 from ..state import DEFAULT
 from ..state.observer import here, observing
@@ -450,9 +451,7 @@ class SavedModule(ForwardWrapper):
         """Calls the module as a saved call."""
         if self.idle or _traced_whole() or thread.run is None:
             return self.plain(*args, **kwargs)
-        result = keep(self.path, self.plain, args, kwargs)
-        leaves, spec = _torch.tree_flatten(result)
-        return _torch.tree_unflatten([copied(x) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
+        return each_tensor(keep(self.path, self.plain, args, kwargs), copied)
 
 
 class Offloaded(ForwardWrapper):
@@ -497,10 +496,7 @@ def _stored(
     name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], store: Store | None
 ) -> Any:
     result = keep(name, fn, args, kwargs, store)
-    if thread.run is None:
-        return result
-    leaves, spec = _torch.tree_flatten(result)  # as with a `SavedModule`
-    return _torch.tree_unflatten([copied(x) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
+    return result if thread.run is None else each_tensor(result, copied)  # as with a `SavedModule`
 
 
 class KeepCallsWithin(ForwardWrapper):

@@ -33,13 +33,14 @@ import torch
 from torch import nn
 
 from .. import _torch
+from ..memory.batch import each_tensor, fresh
 from ..memory.meter import Stamp, between, stamp
 from ..memory.saved import generators_as_before
 from ..plan.apply import apply
 from ..plan.plan import Plan
 from ..simulation.copies import others_as_before, over_copies, reach_copies
 from ..state.observer import Observer, Running, observing
-from .cost import Costs, Kind, Option, Solution
+from .cost import Costs, Kind, Option, Solution, paid
 from .prices import now, on
 
 TIMES, MOST_TIMES = 3, 20
@@ -106,13 +107,8 @@ class Scale:
 
     def __call__(self, costs: Costs) -> Costs:
         """The costs in these seconds."""
-        kinds: dict[str, Kind] = {}
-        for name, kind in costs.kinds.items():
-            graph = kind.graph
-            if graph is not None:
-                nodes = (replace(node, seconds=node.seconds * self.replays) for node in graph.nodes)
-                graph = replace(graph, nodes=tuple(nodes))
-            kinds[name] = Kind(self._options(kind.options), graph)
+        scaled = ((name, self._options(kind.options), kind.graph) for name, kind in costs.kinds.items())
+        kinds = {name: Kind(options, paid(graph, self.replays)) for name, options, graph in scaled}
         return replace(costs, kinds=kinds, step_seconds=self.step_seconds)
 
     def solution(self, solution: Solution) -> Solution:
@@ -156,7 +152,7 @@ def clock(
         began = time.perf_counter()
 
         def forward(model: nn.Module) -> torch.Tensor:
-            return losses[model](model(*_fresh(args), **_fresh(kwargs)))
+            return losses[model](model(*each_tensor(args, fresh), **each_tensor(kwargs, fresh)))  # which it may change
 
         both = (bare, same) if plan.choices else ()
         found = [_step(same, (), forward, device)]  # warms up
@@ -273,10 +269,3 @@ class Replays(Observer):
     def seconds(self) -> float:
         """Of all replays so far."""
         return sum(between(*moments) for moments in self._moments)
-
-
-def _fresh(arguments: Any) -> Any:
-    """Copies of the tensors in some arguments, which the model may change."""
-    leaves, spec = _torch.tree_flatten(arguments)
-    made = [x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in leaves]
-    return _torch.tree_unflatten(made, spec)

@@ -337,8 +337,9 @@ def for_all(option: Option, times: int) -> Option:
 
 def kinds_for_all(kinds: Mapping[str, Kind], times: int) -> dict[str, Kind]:
     """The kinds, with options paid for in each of some microbatches."""
-    return {name: Kind(tuple(for_all(o, times) for o in k.options), _paid(k.graph, times)) for name, k in kinds.items()}
+    return {name: Kind(tuple(for_all(o, times) for o in k.options), paid(k.graph, times)) for name, k in kinds.items()}
 
 
-def _paid(graph: Graph | None, times: int) -> Graph | None:
+def paid(graph: Graph | None, times: float) -> Graph | None:
+    """The graph, if there is one, whose operations take so many times as long."""
     return graph and replace(graph, nodes=tuple(replace(n, seconds=n.seconds * times) for n in graph.nodes))

@@ -28,6 +28,7 @@ from .._torch.fakes import FakeMaker, FakeTensorMode, fake_like, is_sharded, is_
 from .._torch.graphs import gradient_hooks
 from .._torch.storages import is_fake
 from ..engine.captures import MANY
+from ..memory.batch import each_tensor
 from ..memory.operations import kind_of
 from .made_up import floats, is_hollow, keeps_values, stays
 
@@ -95,9 +96,7 @@ class Faker:
         """The arguments of a call: tensors as fakes, anything else as it is."""
 
         def faked(name: str, value: Any) -> Any:
-            leaves, spec = _torch.tree_flatten(value)
-            made = [self.tensor(leaf, name) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-            return _torch.tree_unflatten(made, spec)
+            return each_tensor(value, lambda tensor: self.tensor(tensor, name))
 
         positional = tuple(faked(f"args[{i}]", arg) for i, arg in enumerate(args))
         return positional, {name: faked(name, value) for name, value in kwargs.items()}

@@ -39,6 +39,7 @@ from .. import _torch, errors
 from .._torch.fakes import host_of
 from .._torch.graphs import gradient_hooks
 from .._torch.ranks import copy_all, functional, into_chunks
+from ..memory.batch import each_tensor
 from ..memory.operations import ModuleStack
 from ..plan.ranks import Ranks
 from ..plan.units import find_units
@@ -79,10 +80,7 @@ def computing(model: nn.Module, ranks: Ranks) -> None:
 
 
 def _cast(things: Any, dtype: torch.dtype | None) -> Any:
-    leaves, spec = _torch.tree_flatten(things)
-    return _torch.tree_unflatten(
-        [x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in leaves], spec
-    )
+    return each_tensor(things, lambda x: x.to(dtype) if x.is_floating_point() else x)
 
 
 def stages_of(model: nn.Module, ranks: Ranks, modules: ModuleStack) -> ShardedStages | None:

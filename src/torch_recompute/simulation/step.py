@@ -36,7 +36,7 @@ from .._torch.fakes import APART, FakeTensor, FakeTensorMode
 from .._torch.graphs import gradient_hooks
 from .._torch.tensors import mapped
 from ..errors.text import at_work, counted, grouped, starred_path
-from ..memory.batch import Batch, tensors_of_call
+from ..memory.batch import Batch, fresh, tensors_of_call
 from ..memory.cuda_kernels import kept_by_cublas
 from ..memory.ledger import (
     ACTIVATIONS,
@@ -404,7 +404,7 @@ class _SimulatedStep:
     def _another_batch(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The call with tensors of its own, of which a model may keep some."""
         args, kwargs = self._call
-        return mapped(args, _like), mapped(kwargs, _like)
+        return mapped(args, fresh), mapped(kwargs, fresh)
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the copy, and says where and with what if an operation refuses its arguments."""
@@ -652,10 +652,6 @@ class _StepFigures:
             loop=loop,
             host_bytes=max(part.on(APART).peak_bytes for part in self._parts),
         )
-
-
-def _like(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _check(value: object) -> None:
