@@ -11,6 +11,8 @@ import os
 import random
 import time
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -135,51 +137,38 @@ def test_every_feature_is_drawn_often_enough() -> None:
     assert not {feature: found for feature, found in percent.items() if found < AT_LEAST[feature]}
 
 
-class Forgetful(Ours):
-    """A fault: regions of torch's own checkpoint, with the random state forgotten."""
-
-    def names(self) -> dict[str, object]:
-        def recompute(fn: object, **_: object) -> object:
-            return lambda *args, **kwargs: checkpoint(
-                fn, *args, use_reentrant=False, preserve_rng_state=False, determinism_check="none", **kwargs
-            )
-
-        return super().names() | {"recompute": recompute, "no_recompute": lambda fn, **_: fn}
+def fault(call: Callable[..., object]) -> type[Ours]:
+    """Programs whose regions are a call of this function, with the region's function first."""
+    names = {"recompute": lambda fn, **_: partial(call, fn), "no_recompute": lambda fn, **_: fn}
+    return type(call.__name__, (Ours,), {"names": lambda self: Ours.names(self) | names})
 
 
-class Hoarding(Ours):
-    """A fault: every result of a region is kept in a cycle."""
-
-    def names(self) -> dict[str, object]:
-        def recompute(fn: object, **_: object) -> object:
-            def call(*args: object, **kwargs: object) -> object:
-                cycle = [fn(*args, **kwargs)]
-                cycle.append(cycle)
-                return cycle[0]
-
-            return call
-
-        return super().names() | {"recompute": recompute, "no_recompute": lambda fn, **_: fn}
+@fault
+def forgetful(fn: Callable[..., object], *args: object, **kwargs: object) -> object:
+    """Regions of torch's own checkpoint, with the random state forgotten."""
+    options = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
+    return checkpoint(fn, *args, **options, **kwargs)
 
 
-class Careless(Ours):
-    """A fault: the region's function runs twice in forward."""
+@fault
+def hoarding(fn: Callable[..., object], *args: object, **kwargs: object) -> object:
+    """Every result of a region is kept in a cycle."""
+    cycle = [fn(*args, **kwargs)]
+    cycle.append(cycle)
+    return cycle[0]
 
-    def names(self) -> dict[str, object]:
-        def recompute(fn: object, **_: object) -> object:
-            def call(*args: object, **kwargs: object) -> object:
-                with torch.random.fork_rng():
-                    fn(*args, **kwargs)
-                return fn(*args, **kwargs)
 
-            return call
-
-        return super().names() | {"recompute": recompute, "no_recompute": lambda fn, **_: fn}
+@fault
+def careless(fn: Callable[..., object], *args: object, **kwargs: object) -> object:
+    """The region's function runs twice in forward."""
+    with torch.random.fork_rng():
+        fn(*args, **kwargs)
+    return fn(*args, **kwargs)
 
 
 @pytest.mark.parametrize(
     ("fault", "said"),
-    [(Forgetful, "gradient"), (Hoarding, "still alive"), (Careless, "runs in forward")],
+    [(forgetful, "gradient"), (hoarding, "still alive"), (careless, "runs in forward")],
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_the_comparison_sees_a_fault(fault: type[Mode], said: str) -> None:

@@ -126,19 +126,6 @@ def test_a_step_is_watched_wherever_its_backward_runs() -> None:
         pass
 
 
-def modes_entered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of all modes that are entered from now on."""
-    entered: list[str] = []
-    for mode in (TorchDispatchMode, TorchFunctionMode):
-
-        def enter(self: Any, real: Any = mode.__enter__) -> Any:
-            entered.append(type(self).__name__)
-            return real(self)
-
-        monkeypatch.setattr(mode, "__enter__", enter)
-    return entered
-
-
 @pytest.mark.parametrize("every", [False, True], ids=["not watched", "watched before"])
 def test_a_step_is_the_regions_and_nothing_else(every: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Finding 16: under a plan a step enters no mode, records no event, reads no clock and waits for nothing."""
