@@ -38,7 +38,8 @@ from .planner.profile import Profile
 from .planner.sizes import Lengths, calls_of, plan_sizes
 from .region import checked_pool
 from .simulation.devices import Roofline
-from .simulation.elastic import rehearse
+from .simulation.recording import LedgerMeter
+from .simulation.step import simulate_step
 from .simulation.training_step import ALONE, Loss, MakeOptimizer, TrainingStep, optimizer_of, with_labels
 from .state import Ambient
 
@@ -290,7 +291,7 @@ class _Planning:
         plan = plan or _plan_or_tell(Planner(steps[-1]), Budget(share=0.0, said="0"))
         self._limit(steps[-1], plan, memory)
         if plan.choices:
-            self._rehearsed = [rehearse(one, plan) for one in steps]
+            self._rehearsed = [_rehearsed(one, plan) for one in steps]
         return plan
 
     def calls(self, step: TrainingStep) -> Sequence[ExampleCall]:
@@ -327,6 +328,15 @@ class _Planning:
     def together(self, mine: Sequence[str]) -> set[str]:
         """The words of all ranks."""
         return {word for words in (_of_all_ranks(list(mine)) if _in_ranks() else [mine]) for word in words}
+
+
+def _rehearsed(step: TrainingStep, plan: Plan) -> Applied:
+    """Returns the plan as it was in a simulated step in which its regions kept nothing, for the regions of a handle."""
+    from .memory.elastic import Rehearsal
+
+    memory, handles = Rehearsal(LedgerMeter()), list[Applied]()
+    simulate_step(step, prepare=lambda model: handles.append(apply(model, plan, elastic=memory)))
+    return handles[-1]
 
 
 def _in_ranks() -> bool:

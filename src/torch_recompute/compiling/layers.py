@@ -114,7 +114,7 @@ def _compiled(kind: type[nn.Module]) -> type[nn.Module]:
         fakes: Any = next((x.fake_mode for x in (*named.values(), *leaves) if isinstance(x, FakeTensor)), None)
         if fakes is None:
             return kind.forward(self, *args, **kwargs)
-        tensors = [_fake(fakes, x) for x in (*named.values(), *leaves) if isinstance(x, torch.Tensor)]
+        tensors = [fake_on(fakes, x) for x in (*named.values(), *leaves) if isinstance(x, torch.Tensor)]
         others = tuple(None if isinstance(x, torch.Tensor) else x for x in leaves)
         device = tuple(getattr(mode, "capability", None) for mode in function_modes())
         shared = getattr(self, ONE_GRAPH)
@@ -135,7 +135,8 @@ def _compiled(kind: type[nn.Module]) -> type[nn.Module]:
     return class_with(kind, forward, **{ONE_GRAPH: None})
 
 
-def _fake(fakes: FakeTensorMode, x: torch.Tensor) -> torch.Tensor:
+def fake_on(fakes: FakeTensorMode, x: torch.Tensor) -> torch.Tensor:
+    """Returns the fake of a tensor; a fake as it is."""
     return x if isinstance(x, FakeTensor) else fakes.from_tensor(x)
 
 

@@ -32,6 +32,7 @@ from ..planner.prices import Measured, prices_for
 from ..simulation import Simulation, after_others, simulate_step
 from ..simulation.training_step import TrainingStep
 from .choosing import Attempt, Chooser, approach
+from .layers import fake_on
 from .partition import Partition, Partitioned
 
 TRIES = 3  # steps that are simulated, besides that without recomputation
@@ -197,10 +198,7 @@ def _compile(copy: nn.Module, options: dict[str, Any], kernel: Callable[[Sequenc
     fakes: Any = next((x.fake_mode for x in tensors if isinstance(x, FakeTensor)), FakeTensorMode())
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        def fake(x: Any) -> Any:
-            return x if isinstance(x, FakeTensor) else fakes.from_tensor(x)
-
-        args, kwargs = mapped((args, kwargs), fake)
+        args, kwargs = mapped((args, kwargs), partial(fake_on, fakes))
         return compiled(*args, **kwargs)
 
     copy.forward = forward  # type: ignore[method-assign]

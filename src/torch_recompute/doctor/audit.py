@@ -26,7 +26,7 @@ from .. import _torch, errors
 from .._torch.compiler import uncompiled
 from .._torch.tensors import each_once
 from ..engine.captures import Captures, rebuild
-from ..engine.region_call import RegionCall, Replay
+from ..engine.region_call import RegionCall, Replay, calls_in
 from ..engine.saved_call import SavedCall
 from ..engine.slots import Packed, Stop, unpack
 from ..errors.text import at_work, counted, grouped, paragraph, shown, starred_path, table, times
@@ -318,17 +318,12 @@ class _FullReplay(Replay):
 
 
 def _unread(record: CallRecord | None) -> Iterator[SavedCall]:
-    """Yields the saved calls whose outputs are shape-only tensors in a replay, those of nested regions included."""
-    if record is not None:
-        yield from (one for one in record.records if isinstance(one, SavedCall) and one.values_unused and not one.read)
-        for _, child in record.children:
-            yield from _unread(child)
+    """Returns the saved calls whose outputs are shape-only tensors in a replay, those of nested regions included."""
+    return (call for call in calls_in(record) if call.values_unused and not call.read)
 
 
 def _has_dropped(record: CallRecord) -> bool:
-    return any(one.dropped for one in record.records if isinstance(one, SavedCall)) or any(
-        child is not None and _has_dropped(child) for _, child in record.children
-    )
+    return any(call.dropped for call in calls_in(record))
 
 
 class SecondRun(RegionRun):

@@ -625,7 +625,7 @@ class RegionCall(Run):
         asked = any(text in str(error) for text in _NO_HISTORY) or isinstance(error, (TypeError, AttributeError))
         if not asked or isinstance(error, errors.RecomputeError) or is_exhaustion(error):
             return False
-        found = [record for record in _calls_in(self.record) if not record.repeated]
+        found = [record for record in calls_in(self.record) if not record.repeated]
         for record in found:
             record.repeated = True
         return bool(found)
@@ -688,12 +688,12 @@ class RegionCall(Run):
 _NO_HISTORY = ("appears to not have been used in the graph", "does not require grad")
 
 
-def _calls_in(record: CallRecord | None) -> Iterator[SavedCall]:
+def calls_in(record: CallRecord | None) -> Iterator[SavedCall]:
     """The saved calls of a region's call and of those inside it."""
     if record is not None:
         yield from (entry for entry in record.records if isinstance(entry, SavedCall))
         for _, child in record.children:
-            yield from _calls_in(child)
+            yield from calls_in(child)
 
 
 def _is_full(slot: Slot | None) -> bool:

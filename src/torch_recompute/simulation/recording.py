@@ -16,7 +16,7 @@ from .._torch.fakes import resizes
 from .._torch.flops import flops
 from ..errors.text import listed
 from ..memory.ledger import ACTIVATIONS, OTHER, Entries, Entry, Ledger, Place, leaves, storages
-from ..memory.measurement import Measurement
+from ..memory.measurement import Measurement, running
 from ..memory.operations import PHASES, ModuleStack, Operation, Seen, Storages
 from ..state.observer import observing
 from .fake_mode import FakeMode
@@ -201,6 +201,36 @@ class Recording(SimulatedMeasurement):
                 storage = entry()
                 if storage is not None:
                     mine.mark(storage, entry.rank, entry.place)
+
+
+class LedgerMeter:
+    """A `Meter` of the simulated step that is recorded now; there are no bytes where none is."""
+
+    def __init__(self) -> None:
+        self._before, self._since = 0, 0
+
+    def _ledger(self) -> Ledger | None:
+        recording = running()
+        return recording.here if isinstance(recording, Recording) else None
+
+    def live(self) -> int:
+        """Returns the bytes alive now."""
+        ledger = self._ledger()
+        if ledger is None:
+            return 0
+        ledger.book_deaths()
+        return ledger.live
+
+    def reset_lap(self) -> None:
+        """Begins a lap."""
+        ledger = self._ledger()
+        self._before, self._since = self.live(), 0 if ledger is None else len(ledger.timeline)
+
+    def lap(self) -> int:
+        """Returns the most bytes alive since `reset_lap`, workspaces included."""
+        ledger = self._ledger()
+        since = () if ledger is None else ledger.timeline[self._since :]
+        return max(self.live(), self._before, *(sample.live_bytes for sample in since), 0)
 
 
 class _Heads:
