@@ -86,7 +86,7 @@ class Link:
         self.hosts.append(weakref.ref(host))
         return host, Copied(host, source)
 
-    def let_go(self, mark: Copied) -> None:
+    def wait_for_send(self, mark: Copied) -> None:
         mark.synchronize()
 
     def room(self, host: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -71,7 +71,7 @@ class Lazy:
     def send(self, source: torch.Tensor) -> tuple[torch.Tensor, Job]:
         return self._job("send", source, None)
 
-    def let_go(self, mark: Job) -> None:
+    def wait_for_send(self, mark: Job) -> None:
         self.log.append(("let go", 0))
         mark.run()
 

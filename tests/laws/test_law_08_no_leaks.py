@@ -190,7 +190,7 @@ def test_a_retained_graph_keeps_what_it_kept_before():
         assert seen.live == 0
 
 
-def test_what_a_partial_backward_did_not_read_is_let_go():
+def test_what_a_partial_backward_did_not_read_is_freed():
     """A backward through one of two outputs leaves nothing of what its replay rebuilt for the other."""
     x = big()
     with no_collector(), Bytes() as seen:

@@ -64,7 +64,7 @@ def members(args: Sequence[Any]) -> frozenset[int] | None:
     return None
 
 
-def let_go(outputs: Iterable[torch.Tensor]) -> None:
+def detach_outputs(outputs: Iterable[torch.Tensor]) -> None:
     """Detaches the outputs of the last stage, which are kept until the step ends, from their graph; views cannot be.
 
     The graph of a view stays, with what the backward has not freed.

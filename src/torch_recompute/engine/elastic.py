@@ -417,11 +417,11 @@ class ElasticCall(RegionCall):
         slot.version, slot.stream, slot.tensor = tensor._version, None, tensor
         return tensor
 
-    def let_go(self, slot: Slot, tensor: torch.Tensor) -> None:
+    def was_read(self, slot: Slot, tensor: torch.Tensor) -> None:
         """Notes the first tensor that backward reads of a call that was not replayed; of others, empties the slot."""
         if self.started:
             if not any(record.stores(slot) for record in self._own_saved_calls()):
-                super().let_go(slot, tensor)
+                super().was_read(slot, tensor)
             return
         self.part.agree(self)
         if slot.tensor is not None:
@@ -429,7 +429,7 @@ class ElasticCall(RegionCall):
         else:  # it is replayed now, as on the ranks that had evicted it
             rebuilt = self.rebuild(slot)
             if self.transient:
-                super().let_go(slot, rebuilt)
+                super().was_read(slot, rebuilt)
 
     def _begin(self) -> None:
         """Notes that a backward has begun to read what was not replayed."""

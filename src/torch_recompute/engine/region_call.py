@@ -659,7 +659,7 @@ class RegionCall(Run):
             _torch.set_grad_enabled(grad)
         return self._replay(opened)
 
-    def let_go(self, slot: Slot, tensor: torch.Tensor) -> None:
+    def was_read(self, slot: Slot, tensor: torch.Tensor) -> None:
         """Empties a slot that has been read, unless its node is to run once more, in another half of this backward."""
         if not _torch.in_backward():
             slot.tensor = None

@@ -6,7 +6,7 @@ rebuilt; in a replay, whose graph is dropped at once, the tensor itself, detache
 autograd's own check, which hooks switch off.
 
 A rebuilt tensor lives as long as plain autograd would keep it: to the end of the node that reads it, where the graph is
-not retained; else its slot drops it once it is read (`RegionCall.let_go`). Rejected: to drop it in both cases as
+not retained; else its slot drops it once it is read (`RegionCall.was_read`). Rejected: to drop it in both cases as
 soon as the node has read it. It took a twentieth of what a region costs, and frees one reduced bias earlier.
 """
 
@@ -36,7 +36,7 @@ class Owner(Protocol):
         """Replays the region and returns the slot's tensor."""
         ...
 
-    def let_go(self, slot: Slot, tensor: torch.Tensor) -> None:
+    def was_read(self, slot: Slot, tensor: torch.Tensor) -> None:
         """Empties a transient slot whose tensor has just been read."""
         ...
 
@@ -102,7 +102,7 @@ def unpack(packed: Any) -> torch.Tensor:
         if owner.streams and packed.stream is not None:  # a tensor on the CPU has none
             wait_for(packed.stream, tensor)
         if owner.transient:
-            owner.let_go(packed, tensor)
+            owner.was_read(packed, tensor)
         return tensor
     if kind is tuple:
         tensor, version = packed

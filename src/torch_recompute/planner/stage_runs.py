@@ -25,7 +25,7 @@ from torch import nn
 
 from .. import _torch
 from .._torch.fakes import FakeTensorMode
-from .._torch.ranks import backward_for_inputs, backward_for_weights, let_go
+from .._torch.ranks import backward_for_inputs, backward_for_weights, detach_outputs
 from ..memory.ledger import ACTIVATIONS, CATEGORIES, OTHER, Block, Entry, Place, largest, storages
 from ..memory.operations import ModuleStack, Operation, Storages
 from ..plan.apply import apply
@@ -412,7 +412,7 @@ class _Microbatches:
         self._recording.counting = False
         self._given, self._out, outputs, gradients = [], None, [], None
         if self._kept:
-            let_go(self._kept[-1])
+            detach_outputs(self._kept[-1])
         through = self._live - level if again else 0
         between = max(0, half - level - self._sent_bytes - through)
         if self._halves and again:
@@ -634,7 +634,7 @@ class _ShardedMicrobatches(_Microbatches):
         self._after[BACKWARD, had, last] = self._own[BACKWARD, had] = self._own[BACKWARD, True]
         self._recording.counting, self._given, kept = False, [], flight.kept
         del flight
-        let_go(kept)
+        detach_outputs(kept)
         return self._live - level - (of.bytes_of([*sharded.held, *sharded.gradients]) - stays)
 
     def _forward(self) -> None:

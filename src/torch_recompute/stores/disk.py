@@ -272,10 +272,10 @@ class Files(Direct):
         ready = None if mark is None else mark.done.synchronize
         return piece, Jobs([self._disk.run(piece.write, host, n, ready) for n in range(len(piece.sums))], None, mark)
 
-    def let_go(self, mark: Jobs) -> None:
+    def wait_for_send(self, mark: Jobs) -> None:
         """Waits until all is written."""
         if self._link is not None:
-            self._link.let_go(mark.mark)
+            self._link.wait_for_send(mark.mark)
         _wait(mark.blocks)
 
     def fetch(self, host: Any, after: Jobs) -> tuple[torch.Tensor, Jobs]:

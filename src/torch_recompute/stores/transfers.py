@@ -69,7 +69,7 @@ class Direct:
         """Starts a copy to the host; returns it and its mark."""
         return torch.empty_like(source, device="cpu").copy_(source), None
 
-    def let_go(self, mark: Any) -> None:
+    def wait_for_send(self, mark: Any) -> None:
         """Makes what is computed from now on wait for a `send`: the source's memory may be used again."""
 
     def fetch(self, host: torch.Tensor, after: Any) -> tuple[torch.Tensor, Any]:
@@ -97,7 +97,7 @@ class Streams(Direct):
     Every edge between streams is an event:
 
         what wrote the tensor   before its copy to the host      `send`
-        the copy to the host    before the tensor's memory       `let_go`
+        the copy to the host    before the tensor's memory       `wait_for_send`
                                 is used for something else
         the copy to the host    before the copy back             `fetch`, whose `after` is what `send` returned
         what used the memory    before the copy back into it     `fetch`; it is allocated on the stream that computes
@@ -125,7 +125,7 @@ class Streams(Direct):
             host.copy_(source, non_blocking=True)
             return host, Mark(self._away.record_event(), here)
 
-    def let_go(self, mark: Mark) -> None:
+    def wait_for_send(self, mark: Mark) -> None:
         """Makes the stream that asked for the copy wait for it; on that stream the memory was allocated."""
         mark.asked.wait_event(mark.done)
 
@@ -261,7 +261,7 @@ class HostCopy:
         if self._source is not None:
             if self._source._version != self._expected:
                 self._spoiled = self._source._version
-            self._queue.copy_streams.let_go(self._sent)
+            self._queue.copy_streams.wait_for_send(self._sent)
             self._source = None
 
     def prefetch(self) -> bool:
