@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -49,18 +49,45 @@ def loss_of(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 TARGET = torch.zeros(1, ROWS, dtype=torch.long)
 
 
+class Part(NamedTuple):
+    """What is trained: all but the embedding and the first layers, by an optimizer of some parameters."""
+
+    frozen: int = 0
+    make: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW
+
+    def freeze(self, net: Net) -> Net:
+        """Freezes the others."""
+        frozen = [net.layers[name] for name in net.layers if int(name) < self.frozen]
+        for module in (*frozen, *([net.embed] if self.frozen and net.embed is not None else [])):
+            module.requires_grad_(False)
+        return net
+
+
+ALL = Part()
+
+
+def of_trained(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([parameter for parameter in parameters if parameter.requires_grad])
+
+
+def of_biases(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([parameter for parameter in parameters if parameter.dim() == 1])
+
+
 @cache
-def planner(of: int = LAYERS) -> Planner:
+def planner(of: int = LAYERS, part: Part = ALL) -> Planner:
     """What is known of the whole model, which has weights: on meta it would be planned as it runs on a GPU."""
-    whole, batch = Net(range(of), of=of), torch.zeros(1, ROWS, dtype=torch.long)
+    whole, batch = part.freeze(Net(range(of), of=of)), torch.zeros(1, ROWS, dtype=torch.long)
     loss = partial(loss_of, target=TARGET)
-    return Planner(TrainingStep(whole, (batch,), loss=loss, optimizer=torch.optim.AdamW, device="h100"))
+    return Planner(TrainingStep(whole, (batch,), loss=loss, optimizer=part.make, device="h100"))
 
 
-def plans_for(schedule: str, budget: Any, ranks: int = 2, chunks: int = 2, of: int = LAYERS) -> StagePlans:
+def plans_for(
+    schedule: str, budget: Any, ranks: int = 2, chunks: int = 2, of: int = LAYERS, part: Part = ALL
+) -> StagePlans:
     """The plans for a schedule."""
     stages = Stages(schedule, ranks, MICROBATCHES, 1 if schedule in ONE else chunks)
-    return plan_stages(planner(of).step, stages, budget)
+    return plan_stages(planner(of, part).step, stages, budget)
 
 
 def in_one_process(whole: Net, ids: torch.Tensor, order: Iterable[int]) -> dict[str, torch.Tensor]:
@@ -141,7 +168,7 @@ def trained_from_files(config: str, files: str, layers: Sequence[Sequence[Sequen
     }
 
 
-def trained(schedule: str, plans: StagePlans) -> dict[str, Any]:
+def trained(schedule: str, plans: StagePlans, part: Part = ALL) -> dict[str, Any]:
     """One rank's training: its gradients without a plan and with its own, and what was promised and measured."""
     here = [stage.stage for stage in plans.stages if stage.rank == dist.get_rank()]
     agree_on(plans)
@@ -156,11 +183,12 @@ def trained(schedule: str, plans: StagePlans) -> dict[str, Any]:
         chunks = nn.ModuleDict({str(n): Net(numbers[n], of=of) for n in here})
         for n in here:
             chunks[str(n)].load_state_dict({name: whole.state_dict()[name] for name in chunks[str(n)].state_dict()})
-            apply(chunks[str(n)], plans[n] if planned else Plan())
+            apply(part.freeze(chunks[str(n)]), plans[n] if planned else Plan())
         stages = [PipelineStage(chunks[str(n)], n, count, torch.device("cpu")) for n in here]
         make = getattr(schedules, f"Schedule{schedule}")
         pipeline = make(stages[0] if schedule in ONE else stages, MICROBATCHES, loss_fn=loss_of)
-        optimizer = torch.optim.AdamW(chunks.parameters())
+        trains = any(parameter.requires_grad for parameter in chunks.parameters())
+        optimizer = part.make(chunks.parameters()) if trains else torch.optim.AdamW(chunks.parameters())
 
         def step() -> None:
             torch.manual_seed(2)
@@ -186,7 +214,8 @@ def trained(schedule: str, plans: StagePlans) -> dict[str, Any]:
         cut = all(torch.equal(one[name], grad) for name, grad in ours.items())
     return {
         "regions": sum(len(plans[n]) for n in here),
-        "equal": plain.keys() == ours.keys() != set() and all(torch.equal(plain[n], grad) for n, grad in ours.items()),
+        "equal": plain.keys() == ours.keys() and all(torch.equal(plain[n], grad) for n, grad in ours.items()),
+        "gradients": len(ours),
         "as if not cut": cut,
         "peak": peak,
         "predicted": promised.peak_bytes,

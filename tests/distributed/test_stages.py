@@ -14,7 +14,16 @@ from torch.torch_version import TorchVersion
 
 from distributed.pipelines import SCHEDULES
 from distributed.ranks import Ranks
-from distributed.staged import language_model, plans_for, trained, trained_from_files
+from distributed.staged import (
+    LAYERS,
+    Part,
+    language_model,
+    of_biases,
+    of_trained,
+    plans_for,
+    trained,
+    trained_from_files,
+)
 from torch_recompute import Plan, StagePlans
 from torch_recompute.commands import cli
 from torch_recompute.distributed import agree_on
@@ -26,6 +35,7 @@ def test_the_promise_is_kept(ranks: Any, schedule: str) -> None:
     """On each rank of each schedule the measured peak is the predicted one, within the budget; gradients are plain."""
     for rank in ranks.run(trained, schedule, plans_for(schedule, 0.3)):
         assert rank["equal"]
+        assert rank["gradients"] > 0
         assert rank["regions"] > 0 or rank["predicted"] == rank["plain"][1]
         assert rank["peak"] <= rank["predicted"] <= rank["budget"]
         # Whole backwards and halves of one stage keep different bytes to the end; of a mixture the more is counted.
@@ -33,6 +43,24 @@ def test_the_promise_is_kept(ranks: Any, schedule: str) -> None:
         if schedule != "DualPipeV" and not TorchVersion(torch.__version__) >= (2, 15):
             assert rank["peak"] == rank["predicted"]
             assert rank["plain"][0] == rank["plain"][1]
+
+
+PARTS = {
+    "a stage trains nothing": ("1F1B", Part(LAYERS // 2, of_trained)),
+    "chunks train nothing": ("Interleaved1F1B", Part(LAYERS // 2, of_trained)),
+    "gradients are left": ("GPipe", Part(0, of_biases)),
+    "gradients of a part are left": ("Interleaved1F1B", Part(LAYERS // 2, of_biases)),
+}
+
+
+@pytest.mark.skipif(TorchVersion(torch.__version__) >= (2, 15), reason="torch 2.15 frees what it has sent")
+@pytest.mark.parametrize("case", PARTS)
+def test_the_peak_where_a_part_is_trained(ranks: Any, case: str) -> None:
+    """The peak of each rank is the predicted one where stages are frozen, and where nobody clears some gradients."""
+    schedule, part = PARTS[case]
+    for rank in ranks.run(trained, schedule, plans_for(schedule, 0.3, part=part), part):
+        assert rank["equal"]
+        assert (rank["peak"], rank["plain"][0]) == (rank["predicted"], rank["plain"][1])
 
 
 @pytest.mark.parametrize(("count", "chunks", "of"), [(2, 3, 7), (4, 3, 14)])
@@ -44,6 +72,7 @@ def test_uneven_chunks_are_trained_as_promised(ranks: Any, schedule: str, count:
     assert (len(layers), sum(layers), set(layers)) == (count * chunks, of, {1, 2})
     for rank in Ranks(ranks._pool, count).run(trained, schedule, plans):
         assert rank["equal"]
+        assert rank["gradients"] > 0
         assert rank["as if not cut"]
         assert rank["regions"] > 0
         assert rank["peak"] <= rank["predicted"] <= rank["budget"]

@@ -201,7 +201,7 @@ class Imagined(PipelinePlanner):
         steps += [("backward", *step) for step in reversed([*zip(paths, backward, strict=True)])]
         moments = tuple(Moment(i, "", n, phase, path, ()) for i, (phase, path, n) in enumerate(steps))
         own = {(kind, had): max(forward if kind == "F" else backward) for kind in "FB" for had in (False, True)}
-        taken = StageBytes(50 * len(options), 0, 0, 5, 5, 5, levels[-1], 0, 0, own)
+        taken = StageBytes(50 * len(options), 0, 0, 5, 5, 5, 5, levels[-1], 0, 0, own)
         return StageRun(taken, moments, Counter(), ())
 
 
@@ -229,7 +229,17 @@ def test_what_a_rank_holds_is_a_sum() -> None:
     """By hand: the first of two stages under 1F1B at its fullest, and the optimizer's step where that is more."""
     own = {("F", False): 7, ("F", True): 7, ("B", False): 30, ("B", True): 20}
     stage = StageBytes(
-        100, 2, 40, 0, output_bytes=3, returned_bytes=3, whole_bytes=10, half_bytes=0, through_bytes=0, own=own
+        100,
+        2,
+        40,
+        0,
+        output_bytes=3,
+        returned_bytes=3,
+        back_bytes=0,
+        whole_bytes=10,
+        half_bytes=0,
+        through_bytes=0,
+        own=own,
     )
     rank = RankMemory(schedule_steps(one_f_one_b(2, 4)[0]), 4, False, optimizer=(50, 5))
     # Always 100 + 50, four parts of 2 of the batch, four buffers of 3; gradients, one that waits, what was sent first,

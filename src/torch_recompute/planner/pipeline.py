@@ -119,7 +119,8 @@ class PipelineStages:
         layers = [self.step.model.get_submodule(path) for path in self.layers(stage)]
         held = {id(tensor) for layer in layers for tensor in (*layer.parameters(), *layer.buffers())}
         end = stage if stage in (0, len(self.pipeline.bounds) - 1) else None
-        return self._kinds(stage), len(held), end
+        names = (name for path in self.layers(stage) for name in self.runner.left if inside(name, path))
+        return self._kinds(stage), len(held), end, len([*names])
 
     def _renamed(self, name: str, stage: int, to: int) -> str | None:
         """The name in another stage that is like it; None for a name in a layer of neither."""

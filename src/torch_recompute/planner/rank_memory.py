@@ -5,7 +5,8 @@ the same for all, and what an action takes beyond that does not depend on how ma
 microbatches (`stage_runs.py`), and with the counts of `schedules.py` this is alive during an action:
 
     static         parameters, buffers, optimizer state, and what the runtime keeps throughout the step
-    gradients      of a stage from its first backward on, or from the start (`preallocated`)
+    gradients      of a stage from its first backward on, or from the start (`preallocated`, or of parameters that the
+                   optimizer does not hold, which nobody clears)
     per microbatch in flight       what its forward, or the first half of its backward, left behind
     per microbatch that is through what the runtime keeps of it until the step ends
     the action     what it takes above these
@@ -45,6 +46,7 @@ class StageBytes:
     input_bytes: int  # received from the stage before; 0 on the first
     output_bytes: int  # sent to the next stage; 0 on the last
     returned_bytes: int  # received from it: the gradients of those outputs that require one
+    back_bytes: int  # sent to the stage before: the gradients of those inputs that require one
     whole_bytes: int  # kept from the end of its forward to its backward, the output counted, the input not
     half_bytes: int  # kept between the halves of a backward
     through_bytes: int  # kept after its backward until the step ends
@@ -56,9 +58,12 @@ class StageBytes:
     gathered: Mapping[str, int] = field(default_factory=dict[str, int])
     """Then bytes of whole weights, by the kind of the stage's last action."""
     reduced_bytes: int = 0  # then of the gradients once they have been reduced
+    left_bytes: int = 0  # of the gradients that the step before has left, since its optimizer does not hold them
 
-    def gradients_after(self, last: str) -> int:
-        """The bytes of gradients after an action."""
+    def gradients_after(self, last: str, made: bool = True) -> int:
+        """The bytes of gradients after an action; until a backward has `made` the others, of those that were left."""
+        if not made:
+            return self.left_bytes
         return self.reduced_bytes if last == REDUCE else self.gradient_bytes
 
 
@@ -140,13 +145,13 @@ class RankMemory:
             return {**found, "transient": peak.bytes - sum(found.values())}
         action, counts = peak.step.action, self._counts[id(peak.step)]
         last = self._last[id(peak.step)]
-        found["gradients"] = sum(stages[stage].gradients_after(last[stage]) * count[0] for stage, count in counts)
+        found["gradients"] = sum(stages[stage].gradients_after(last[stage], count[0] > 0) for stage, count in counts)
         if not counts[self.stages.index(action.stage)][1][0]:  # those that this backward makes
             running = stages[action.stage]
             with_them = running.after.get((action.kind, False, last[action.stage]), running.own[action.kind, False])
             found["gradients"] += max(0, with_them - running.own[action.kind, True])
         found["batch and output"] += sum(
-            stages[stage].input_bytes * count[4] + stages[stage].output_bytes * count[5] for stage, count in counts
+            stages[stage].back_bytes * count[4] + stages[stage].output_bytes * count[5] for stage, count in counts
         )
         use = dict(uses[action.stage].get(action.kind, {}))
         gathered = sum(stages[stage].gathered.get(last[stage], 0) for stage in self.stages)
@@ -173,26 +178,26 @@ class RankMemory:
             own -= stage.returned_bytes  # it is in the buffer of the next
         for number, counts in self._counts[id(step)]:
             s, before = stages[number], last[number]
-            own += s.gathered.get(before, 0)
-            gradients = s.gradients_after(before)
-            each = gradients, s.whole_bytes, s.half_bytes, s.through_bytes, s.input_bytes, s.output_bytes
-            own += sum(map(mul, counts, each))
+            own += s.gathered.get(before, 0) + s.gradients_after(before, counts[0] > 0)
+            each = s.whole_bytes, s.half_bytes, s.through_bytes, s.back_bytes, s.output_bytes
+            own += sum(map(mul, counts[1:], each))
         return own
 
     def _alive(self, number: int, step: ScheduleStep) -> tuple[int, ...]:
         """Counts how often each of a stage's bytes is alive, besides those of an action.
 
-        They are those of gradients, of microbatches that are whole, half and through, of inputs and of outputs.
+        They are those of gradients, of microbatches that are whole, half and through, and of what was sent: back and
+        on.
         """
         ended, whole = step.inputs[number], step.whole(number)
         inputs, outputs = number - 1 not in self._here, number not in self._here  # whether it has buffers for them
-        received, sent = ended * inputs, ended * outputs
+        back, sent = ended * inputs, ended * outputs
         if not self._to_the_end:
             # The last one that was sent while the pipeline filled stays in a variable of the schedule's.
             filling = self.most[number] > 1 and ended >= self.most[number] - 1
-            received, sent = min(ended, 1) * inputs, filling * outputs
+            back, sent = min(ended, 1) * inputs, filling * outputs
         has_gradients = self._preallocated or step.weights[number] > 0
-        return has_gradients, whole, step.half(number), ended, received, sent - whole * (not outputs)
+        return has_gradients, whole, step.half(number), ended, back, sent - whole * (not outputs)
 
     def after(self, stages: Mapping[int, StageBytes]) -> list[RankPeak]:
         """The peaks where the last stage's outputs are joined, and in the optimizer's step."""

@@ -27,6 +27,7 @@ from .. import _torch
 from .._torch.fakes import FakeTensorMode
 from .._torch.ranks import backward_for_inputs, backward_for_weights, detach_outputs
 from ..memory.ledger import ACTIVATIONS, CATEGORIES, OTHER, Block, Entry, Place, largest, storages
+from ..memory.measurement import weights_of
 from ..memory.operations import ModuleStack, Operation, Storages
 from ..plan.apply import apply
 from ..plan.choice import joined
@@ -144,6 +145,7 @@ class StageRunner:
             share_experts(self.model, self._ranks)
             self.sharded = stages_of(self.model, self._ranks, self.modules)
         self.held = held_by_libraries(self.pretend, self.device)
+        self.left = set[str]() if release or self.sharded else self._left_by(step.optimizer)
         self._reads: tuple[set[int], set[int]] = set(), set()  # of the root's weights, before and after the layers
         self.layers = [_Layer(self.model.get_submodule(path)) for path in paths]
         with self._running(), contextlib.ExitStack() as stack:  # the first run
@@ -157,6 +159,14 @@ class StageRunner:
             self.model(*args, **kwargs)
             if self.sharded is not None:
                 self.sharded.forget()
+
+    def _left_by(self, make: Any) -> set[str]:
+        """The names of the trained parameters that an optimizer does not hold, whose gradients it never clears."""
+        with self.pretend:
+            alike = {n: nn.Parameter(torch.empty_like(p), p.requires_grad) for n, p in self.model.named_parameters()}
+            made = make and _made(make, [*alike.values()])
+        held = {*weights_of(made)} if made is not None else {*alike.values()}
+        return {name for name, weight in alike.items() if weight.requires_grad and weight not in held}
 
     def _first_ran(self, op: Op, ran: Operation) -> None:
         for layer in self.layers:
@@ -184,9 +194,9 @@ class StageRunner:
         """The bytes of tensors on the device, each storage once."""
         return self.rounded({id(s): s for x in tensors for device, s in storages(x) if device == self.device}.values())
 
-    def gradient_bytes(self) -> int:
-        """The bytes of the gradients that are there, in the type in which microbatches are added up."""
-        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+    def gradient_bytes(self, weights: Iterable[torch.Tensor]) -> int:
+        """The bytes of the gradients that some weights have, in the type in which microbatches are added up."""
+        grads = [weight.grad for weight in weights if weight.grad is not None]
         dtype = dtype_of(self._ranks.reduce_dtype)
         if dtype is None:
             return self.bytes_of(grads)
@@ -239,7 +249,9 @@ class StageRunner:
         with self._running():
             for parameter in trained(parameters):
                 parameter.grad = torch.empty_like(parameter)
-            optimizer = make(parameters)
+            optimizer = _made(make, parameters)
+            if optimizer is None:
+                return (0, 0), ran
             step_as_there(optimizer, self.device, self.pretend)
             optimizer.step()
             recording = self.recording(lambda _, operation: ran.update(filter(None, [op_of(operation)])))
@@ -251,6 +263,16 @@ class StageRunner:
                 peak = recording.on(self.device).peak_bytes
                 optimizer.zero_grad()
             return (before.live_by_category["optimizer"], peak - before.live_bytes), ran
+
+
+def _made(make: Callable[[Any], torch.optim.Optimizer], parameters: list[Any]) -> torch.optim.Optimizer | None:
+    """An optimizer of some parameters; None where its function takes none of these, as where nothing is trained."""
+    try:
+        return make(parameters)
+    except ValueError as error:
+        if "empty parameter list" not in str(error):
+            raise
+        return None
 
 
 class _StageRecording(Recording):
@@ -328,27 +350,36 @@ class _Microbatches:
             if s.event in at
         )
         mine = self._mine()
-        received = 0 if self._is_first else of.bytes_of(of.layers[self._start].inputs)
+        received = [] if self._is_first else of.layers[self._start].inputs
+        back = of.bytes_of(x for x in received if x.requires_grad)
         # One that releases has no buffers for what it sends and receives, nor for the batch.
-        there = self._batch_bytes(), received, self._sent_bytes, self._returned_bytes
-        buffers = (0, 0, 0, 0) if of.release else there
+        there = self._batch_bytes(), of.bytes_of(received), self._sent_bytes, self._returned_bytes, back
+        buffers = (0,) * len(there) if of.release else there
         figures = StageBytes(
             static_bytes=of.bytes_of(mine.values()),
             batch_bytes=buffers[0],
-            gradient_bytes=of.gradient_bytes(),
+            gradient_bytes=of.gradient_bytes(mine.values()),
             input_bytes=buffers[1],
             output_bytes=buffers[2],
             returned_bytes=buffers[3],
+            back_bytes=buffers[4],
             whole_bytes=whole,
             half_bytes=half,
             through_bytes=through,
             own=self._own,
+            left_bytes=of.gradient_bytes(tensor for name, tensor in mine.items() if name in of.left),
         )
         names = tuple(name for name, tensor in mine.items() if isinstance(tensor, nn.Parameter))
         return StageRun(figures, timeline, self._ran, names, +self._replayed, self._uses, self._peaks)
 
     def _run(self) -> tuple[int, int, tuple[int, int, int]]:
         """Runs the microbatches; returns what is alive before the last, where it begins, and what it keeps."""
+        self._recording.counting = True
+        for parameter in map(self._of.model.get_parameter, self._of.left):
+            parameter.grad = torch.empty_strided(
+                parameter.shape, parameter.stride(), dtype=parameter.dtype, device=self._of.device
+            )
+        self._recording.counting = False
         self._microbatch(again=False)
         before, start = self._live, len(self._timeline)
         self._ran.clear()
