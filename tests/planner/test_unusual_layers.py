@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch_recompute import Profile, apply, make_plan, measure, profile, simulat
 from torch_recompute._torch.fakes import FakeTensor, FakeTensorMode
 from torch_recompute.memory import workspaces
 from torch_recompute.memory.cuda_kernels import kept_by_cublas
+from torch_recompute.memory.operations import Operations
 from torch_recompute.plan.plan import Choice, Plan
 from torch_recompute.planner.cost import peak
 from torch_recompute.planner.planner import Planner
@@ -351,6 +353,33 @@ def test_a_loss_of_sequences_in_an_applied_region(tensors: bool) -> None:
     apply(model, Plan((Choice(("3",)),)))
     _, gradients = stepped(model, x)
     assert all(torch.equal(a, b) for a, b in zip(gradients, wanted, strict=True))
+
+
+def test_lengths_of_sequences_are_read_on_the_host() -> None:
+    """What is seen is the kernel that a plain step runs, with numbers: CUDA's takes no tensors of lengths of the host.
+
+    While a mode is on, PyTorch calls the kernel with these tensors.
+    """
+    layer, targets = nn.Linear(WIDTH, 20), torch.arange(20).view(4, 5) % 19 + 1
+    lengths = torch.tensor([12] * 4), torch.tensor([5] * 4)
+    ran: list[Any] = []
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return F.ctc_loss(layer(x).log_softmax(-1), targets, *lengths)
+
+    x = torch.randn(12, 4, WIDTH)
+    with Operations(lambda one: ran.append(one.func)):
+        step(x).backward()
+    assert {one for one in ran if "ctc" in str(one)} == {
+        torch.ops.aten._ctc_loss.default,
+        torch.ops.aten._ctc_loss_backward.default,
+    }
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), layer)
+    loss = partial(F.ctc_loss, targets=targets, input_lengths=lengths[0], target_lengths=lengths[1])
+    for device in ("h100", None):
+        plan = make_plan(model, (x,), loss=lambda out: loss(out.log_softmax(-1)), budget="1GiB", device=device)
+        assert plan.prediction is not None
+        assert plan.prediction.assumed == ("aten._ctc_loss finds ones",)
 
 
 class Mapped(nn.Module):

@@ -30,6 +30,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from .._torch import TorchDispatchMode, current_node, in_backward, sequence_number, sequence_of
 from .._torch.graphs import ENGINE, caller
+from .._torch.modes import without_modes
 from .._torch.storages import uses
 from ..state.observer import observing, running
 from ..state.values import thread
@@ -129,6 +130,7 @@ _ZEROS = frozenset({_aten.zeros.default, _aten.new_zeros.default, _aten.zeros_li
 _LOGITS = "BinaryCrossEntropyWithLogitsBackward0"  # the node whose formula writes into what it has made
 _WRITING = {_aten.sub.Tensor: _aten.sub_.Tensor, _aten.mul.Tensor: _aten.mul_.Tensor}
 _MAKING = frozenset({_aten.sigmoid.default, _aten.add.Scalar, *_WRITING, *_WRITING.values()})
+_LENGTHS = {_aten._ctc_loss.Tensor: slice(2, 4), _aten._ctc_loss_backward.Tensor: slice(3, 5)}
 
 
 @functools.cache
@@ -138,6 +140,19 @@ def _in_place(func: Any) -> Any:
     if name not in _SCATTERING or func.namespace != "aten":
         return None
     return getattr(getattr(_aten, f"{name}_"), str(func).rpartition(".")[2], None)
+
+
+def with_numbers(func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """An operation and its arguments; a loss of sequences with their lengths as numbers.
+
+    While a dispatch mode is on, PyTorch leaves lengths in tensors, and those on the host are refused by CUDA's kernel.
+    """
+    lengths = _LENGTHS.get(func)
+    if lengths is None or not all(type(each) is torch.Tensor for each in args[lengths]):
+        return func, args
+    with without_modes():
+        numbers = [each.tolist() for each in args[lengths]]
+    return func.overloadpacket.default, (*args[: lengths.start], *numbers, *args[lengths.stop :])
 
 
 class PlainFormulas:
@@ -234,6 +249,7 @@ class Operations(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        func, args = with_numbers(func, args)
         meant = self._formulas.meant(func, args)
         func = func if meant is ADDED else meant  # values are not risked: a formula may read again what it adds to
         out, taken = (func(*args, **kwargs), None) if self._run is None else self._run(func, args, kwargs)

@@ -36,7 +36,7 @@ from .._torch.modes import without_modes
 from .._torch.tensors import mapped
 from ..memory.cuda_kernels import taken_on_cuda
 from ..memory.ledger import leaves
-from ..memory.operations import Operation, PlainFormulas, Seen
+from ..memory.operations import Operation, PlainFormulas, Seen, with_numbers
 from ..memory.saved import generators_as_before
 from ..memory.workspaces import RECURRENT, reserve, takes_nothing, target_of, watched, workspace
 from .cuda_decompositions import AsOnCuda, autocast_of_cuda, capability_of
@@ -164,6 +164,7 @@ class FakeMode(TorchDispatchMode):
         if _torch.graph_is_kept() and torch.is_grad_enabled():
             self.graph_of_gradients = True
         kwargs = kwargs or {}
+        func, args = with_numbers(func, args)
         func = self._formulas.meant(func, args)
         tensors: list[FakeTensor] = []
         try:
