@@ -1401,6 +1401,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
         activation_offload_fraction=0.5,
     ),
     lambda: OnHost(at_most="24GiB"),
+    lambda: OnHost("24GiB"),
     lambda: bandwidth("meta"),
     lambda: inside(captured(), lambda: step(torch.sin, check="values")),
     lambda: RecomputeConfig(**FULL, moe_layer_recompute=True),

@@ -14,7 +14,7 @@ import functools
 import math
 import threading
 import warnings
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -94,7 +94,20 @@ _DEFAULTS: dict[str, Any] = {"smallest": 0, "at_most": None, "fraction": 1.0, "a
 class Sending:
     """A store that sends tensors away and has them back: where to is said by `_queue`. The options are `OnHost`'s."""
 
-    def __init__(self, *, smallest: int = 0, at_most: int | None = None, fraction: float = 1.0, ahead: int = 1) -> None:
+    def __init__(
+        self,
+        *unnamed: NoReturn,
+        smallest: int = 0,
+        at_most: int | None = None,
+        fraction: float = 1.0,
+        ahead: int = 1,
+    ) -> None:
+        if unnamed:
+            given = ", ".join(map(repr, unnamed))
+            raise errors.ArgumentError(
+                f"{errors.kind(self)}({given}): options are given by name, and sizes in bytes.\n"
+                f"  Write {errors.kind(self)}(at_most=8 * 2**30) for at most 8 GiB of host memory."
+            )
         for option, value, kinds, most, expected in (
             ("smallest", smallest, int, math.inf, _BYTES),
             ("ahead", ahead, int, math.inf, _REGIONS),
