@@ -30,6 +30,8 @@ COMMANDS = {
 }
 
 SHELLS = ("bash", "zsh", "fish")
+EXAMPLE = "Write for example --budget 24GiB"
+NUMBERS: Mapping[Any, tuple[str, str]] = {int: ("an integer", "8"), float: ("a number", "1.5")}
 
 
 class Completion(argparse.Action):
@@ -68,6 +70,10 @@ class Parser(argparse.ArgumentParser):
 
     any_of: Sequence[str] = ()
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._negative_number_matcher = re.compile(r"-\.?\d")  # so that -1GB is a value, which its option refuses
+
     def error(self, message: str) -> NoReturn:
         """Ends the process with exit code 2."""
         self.exit(2, f"{self.prog}: error: {message}\n{self.format_usage()}")
@@ -86,7 +92,7 @@ class Parser(argparse.ArgumentParser):
         if others:
             self.error(f"{self.prog} does not expect {' '.join(others)}")
         if self.any_of and not any(getattr(found, name) for name in self.any_of):
-            self.error(f"one of the arguments --{' --'.join(self.any_of)} is required")
+            self.error(f"one of the arguments --{' --'.join(self.any_of)} is required. {EXAMPLE}")
         return found, others
 
     def _knows(self, option: str) -> bool:
@@ -96,6 +102,17 @@ class Parser(argparse.ArgumentParser):
     def _refuse(self, option: str) -> None:
         near = close_to(option, self._option_string_actions)
         self.error(f"{option} is no option of {self.prog}{near or f'; {self.prog} --help lists them'}")
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        read: Any = getattr(super(), "_get_value")  # noqa: B009
+        try:
+            return read(action, arg_string)
+        except argparse.ArgumentError as error:
+            if action.type not in NUMBERS:
+                raise
+            kind, example = NUMBERS[action.type]
+            write = f"{action.option_strings[0]} {example}" if action.option_strings else example
+            raise argparse.ArgumentError(action, f"{arg_string!r} is not {kind}. Write for example {write}") from error
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:

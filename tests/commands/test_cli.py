@@ -145,7 +145,22 @@ ANSWERS = {
         2,
         "torch-recompute plan: error: argument --device: 'h1000' is not known; close to it: h100. Known are v100, ",
     ),
-    "plan gpt2-xl --budget 24GiB --batch two": (2, "torch-recompute plan: error: argument --batch: invalid int value"),
+    "plan gpt2-xl --longest": (
+        2,
+        "torch-recompute plan: error: one of the arguments --budget --frontier --recompute is required. Write for "
+        "example --budget 24GiB\nusage: ",
+    ),
+    **{
+        f"plan gpt2-xl --budget 24GiB --batch {word}": (
+            2,
+            f"torch-recompute plan: error: argument --batch: '{word}' is not an integer. Write for example --batch 8\n",
+        )
+        for word in ("two", "2.5", "-2.5")
+    },
+    "plan gpt2-xl --budget 24GiB --imbalance much": (
+        2,
+        "torch-recompute plan: error: argument --imbalance: 'much' is not a number. Write for example --imbalance 1.5",
+    ),
 }
 
 
@@ -176,6 +191,12 @@ def test_the_entry_hands_a_command_over() -> None:
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert run.returncode == cli.USAGE
     assert "--budget some is not a budget" in run.stderr
+
+
+def test_a_negative_size_is_a_value(capsys: pytest.CaptureFixture[str]) -> None:
+    """What `--budget -1GB` asks for is refused with the words for a budget."""
+    assert cli.main(["plan", "gpt2-xl", "--budget", "-1GB"]) == cli.USAGE
+    assert "--budget -1GB is" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("shell", SHELLS)
