@@ -179,6 +179,22 @@ def test_buffers_stay_as_they_are(name: str) -> None:
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
+@pytest.mark.parametrize("kind", [torch.long, torch.float32, torch.float64])
+@pytest.mark.parametrize("rows", [8, 4096])
+def test_a_mask_is_counted_as_it_is_indexed(kind: torch.dtype, rows: int) -> None:
+    """Every other entry of a mask of unknown values holds, in whatever type it is summed."""
+    counted: list[tuple[int, int, float]] = []
+
+    def hits(x: torch.Tensor) -> torch.Tensor:
+        hit = x[:, 0] > 0
+        counted.append((int(hit.to(kind).sum().long()), len(x[hit]), float(hit.to(torch.float32).mean())))
+        return x.sum()
+
+    for _ in range(2):  # the second time operations are answered from what is remembered
+        simulate(nn.Linear(WIDTH, WIDTH), (torch.ones(rows, WIDTH),), loss=hits)
+    assert set(counted) == {(rows // 2, rows // 2, 0.5)}
+
+
 def test_what_is_assumed_of_values_is_said() -> None:
     """Values that leave PyTorch are ones, and the simulation names who read them."""
     model, x = made("matcher")

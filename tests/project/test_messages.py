@@ -163,7 +163,7 @@ class Pads(torch.nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         kept = input[..., 0] > 0
-        lengths = kept.float().sum(1).long()
+        lengths = input[..., 0].sign().relu().sum(1).long()
         inside = torch.arange(lengths.max()) < lengths[:, None]
         made = input.new_zeros(*inside.shape, input.shape[2])
         made[inside.nonzero(as_tuple=True)] = super().forward(input)[kept.nonzero(as_tuple=True)]

@@ -219,7 +219,7 @@ class FakeMode(TorchDispatchMode):
             return self._with_reserve(func, args, kwargs, out)
         if views or writing or func in DRAWS:
             return out
-        if counts(leaves((args, kwargs)), leaves(out)):
+        if counts(func, leaves((args, kwargs)), leaves(out)):
             self._recipes.known = None
             return self._run(func, args, kwargs)
         return self._values.decided(func, args, out)

@@ -57,10 +57,12 @@ def stays(tensor: torch.Tensor, given: int = 0) -> bool:
     return tensor.numel() <= (max(FLOATS, min(given, MASKS)) if floats(tensor) else INTEGERS)
 
 
-def counts(given: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> bool:
-    """Whether integers are made of booleans alone, for which values are made up first."""
-    of_booleans = all(tensor.dtype is torch.bool and tensor.numel() <= MADE_UP for tensor in given)
-    return of_booleans and any(map(is_decided, results))
+def counts(func: Any, given: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> bool:
+    """Whether numbers are made of booleans alone, and not drawn: then values are made up for the booleans."""
+    if torch.Tag.nondeterministic_seeded in func.tags or any(tensor.dtype is not torch.bool for tensor in given):
+        return False
+    most = max((tensor.numel() for tensor in given), default=0)
+    return most <= MADE_UP and any(is_decided(x) or (floats(x) and stays(x, most)) for x in results)
 
 
 def is_code(tensor: torch.Tensor) -> bool:

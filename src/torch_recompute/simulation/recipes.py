@@ -19,7 +19,7 @@ from .._torch.fakes import FakeMaker, FakeTensor, FakeTensorMode, lay, on_fakes,
 from .._torch.tensors import mapped
 from ..memory.ledger import leaves
 from ..memory.workspaces import RECURRENT, results
-from .made_up import is_decided, status_of
+from .made_up import counts, is_decided, status_of
 
 aten: Any = torch.ops.aten
 MASKED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._unsafe_index.Tensor}
@@ -119,7 +119,7 @@ class Recipes:
             if len(self.by_layout) >= _MOST:
                 self.by_layout.clear()
             self.known = None if recipe is _ASK else {}
-            is_all = recipe is not _ASK and bool(tensors) and _is_all(func, out)
+            is_all = recipe is not _ASK and bool(tensors) and _is_all(func, tensors, out)
             self.by_layout[key] = recipe, self.known, is_all, func
             return out
         if recipe is _ASK:
@@ -217,12 +217,13 @@ def _dense(out: Sequence[Any]) -> tuple[Any, ...]:
     return (first, *rest)
 
 
-def _is_all(func: Any, out: Any) -> bool:
+def _is_all(func: Any, tensors: Sequence[torch.Tensor], out: Any) -> bool:
     """Whether nothing but what an operation on fake tensors returns is to be found out for it."""
     views, writing, reads = kind_of(func)
     if reads or func in _BESIDES or status_of(func) is not None:
         return False
-    return views or writing or func in DRAWS or not any(map(is_decided, leaves(out)))
+    made = leaves(out)
+    return views or writing or func in DRAWS or not (any(map(is_decided, made)) or counts(func, tensors, made))
 
 
 def key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[FakeTensor]) -> Any:
