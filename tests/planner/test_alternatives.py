@@ -99,6 +99,16 @@ def test_a_loss_that_holds_all_targets_has_no_smaller_batch(recwarn: pytest.Warn
     assert not recwarn.list
 
 
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("holds", [True, False])
+def test_a_batch_of_one_is_not_compared_with_the_targets_of_all(count: int, holds: bool) -> None:
+    """It would broadcast in a loss that subtracts them, without a warning; a loss without them has that option."""
+    targets = torch.zeros(count, 512, 8) if holds else 0.0
+    step = TrainingStep(nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)), (torch.ones(count, 512, 8),))
+    step = replace(step, loss=lambda out: (out - targets).square().mean(), device="h100")
+    assert [one.option for one in alternatives(Planner(step)) if "batch" in one.option] == ["--batch 1"] * (not holds)
+
+
 def test_a_batch_is_halved_until_it_fits() -> None:
     """The batch that is named is the largest of its halves that fits."""
     planner = planner_of("sgd")

@@ -155,16 +155,26 @@ def with_other_states(step: TrainingStep) -> Iterator[tuple[str, str, TrainingSt
 
 
 def _smaller_batches(planner: Planner, budget: int | None) -> Iterator[Alternative]:
-    """Yields the step with half of its batch, and half of that again until it fits a budget."""
+    """Yields the step with half of its batch, and half of that again until it fits a budget.
+
+    A batch of one broadcasts to whatever a loss holds; one that is larger by one does not, so that is tried before.
+    """
     leaves, spec = _torch.tree_flatten(planner.step.call)
     size = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim), 1)
+
+    def peak_of(size: int) -> int:
+        args, kwargs = _torch.tree_unflatten([_cut(leaf, leaves, size) for leaf in leaves], spec)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "Using a target size")  # of a loss that holds the targets of all
+            return _peak(replace(planner.step, args=args, kwargs=kwargs), planner.leanest)
+
+    whole = size
     while size > 1:
         size //= 2
-        args, kwargs = _torch.tree_unflatten([_cut(leaf, leaves, size) for leaf in leaves], spec)
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("error", "Using a target size")  # of a loss that holds the targets of all
-                peak = _peak(replace(planner.step, args=args, kwargs=kwargs), planner.leanest)
+            if whole in (2, 3):  # whose half is one
+                peak_of(whole + 1)
+            peak = peak_of(size)
         except Exception:  # whatever a model, or a loss that holds all labels, may raise
             return
         yield Alternative(f"--batch {size}", f"a batch of {size}", peak)
@@ -173,9 +183,11 @@ def _smaller_batches(planner: Planner, budget: int | None) -> Iterator[Alternati
 
 
 def _cut(leaf: Any, leaves: Sequence[Any], size: int) -> Any:
-    """The first items of a tensor whose first dimension is that of the first tensor."""
+    """The first items of a tensor whose first dimension is that of the first tensor; some twice where it has fewer."""
     first = next(one for one in leaves if isinstance(one, torch.Tensor) and one.ndim)
-    return leaf[:size] if isinstance(leaf, torch.Tensor) and leaf.shape[:1] == first.shape[:1] else leaf
+    if not isinstance(leaf, torch.Tensor) or leaf.shape[:1] != first.shape[:1]:
+        return leaf
+    return leaf[:size] if size <= len(leaf) else torch.cat([leaf, leaf])[:size]
 
 
 def _peak(step: TrainingStep, plan: Plan) -> int:
