@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._ops import HigherOrderOperator
+from torch.nn.attention import flex_attention
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -442,3 +444,71 @@ def test_a_warm_cache_knows_plans_apart(tmp_path, monkeypatch):
         out.sum().backward()
     assert [hits for _, hits in found] == [0, 0, 1, 1]
     assert found[0][0] == found[2][0] != found[1][0] == found[3][0]
+
+
+def gradients(run, modules):
+    """A step's loss, and its gradients: without a mode around it, which few higher-order operators know."""
+    loss = run(batch()).square().sum()
+    return [loss.detach(), *torch.autograd.grad(loss, [*modules.parameters()])]
+
+
+class Flexible(nn.Module):
+    """Attention that is one higher-order operator of the graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).view(BATCH, -1, 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
+        return x + flex_attention.flex_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+class Branching(nn.Module):
+    """A branch that is chosen when the graph runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, torch.sin, torch.exp, (self.up(x),))
+
+
+class Marked(nn.Module):
+    """A layer whose forward is traced once for all layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    @torch.compiler.nested_compile_region
+    def forward(self, x):
+        return self.up(x).sin().exp()
+
+
+@pytest.mark.parametrize(
+    ("kind", "keep", "again"),
+    [(Flexible, ("@attention",), 0), (Flexible, ("qkv",), 2), (Branching, ("up",), 1), (Marked, ("up",), 2)],
+)
+def test_higher_order_operators_are_kept_or_repeated_as_others_are(kind, keep, again, monkeypatch):
+    """A region that keeps something may call flex_attention, cond and nested compiled regions."""
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)  # which refuses gradients on a CPU
+    torch.manual_seed(0)
+    modules = nn.Sequential(kind(), kind())
+    repeated = []
+
+    def partition(joint, inputs, **more):
+        forward, backward = Split()._split(joint, inputs, **more)
+        ops = [node.target for node in backward.graph.nodes if isinstance(node.target, HigherOrderOperator)]
+        repeated.append(sum("backward" not in str(op) for op in ops))
+        return forward, backward
+
+    plain, got = [], []
+    for grads in (plain, got):
+        torch.compiler.reset()
+        run = torch.compile(modules, backend=as_they_are(partition), fullgraph=True)
+        grads += gradients(run, modules)
+        apply(modules, each(keep)) if grads is plain else None
+    assert equal(got, plain)
+    assert repeated[1] - repeated[0] == again

@@ -100,7 +100,8 @@ def _tagged(tags: _Tags) -> Any:
 
     forward, replay = create_selective_checkpoint_contexts(lambda _, operation, *args, **kwargs: kept(operation, ()))
     plain: Any = type(forward)
-    forward.__class__ = type("Tagging", (plain,), {"__torch_dispatch__": dispatch})
+    tagging = {"__torch_dispatch__": dispatch, "supports_higher_order_operators": True}  # no rule knows a class of ours
+    forward.__class__ = type("Tagging", (plain,), tagging)
     return forward, replay
 
 
