@@ -512,3 +512,13 @@ def test_higher_order_operators_are_kept_or_repeated_as_others_are(kind, keep, a
         apply(modules, each(keep)) if grads is plain else None
     assert equal(got, plain)
     assert repeated[1] - repeated[0] == again
+
+
+@pytest.mark.parametrize("keep", [(), ("up",)])
+def test_layers_that_are_traced_once_have_their_own_weights(keep):
+    """Dynamo reuses the graph of a marked forward for the next layer, with what that layer holds."""
+    torch.manual_seed(0)
+    modules = nn.Sequential(*(Marked() for _ in range(4)))
+    wanted = gradients(modules, modules)
+    apply(modules, Plan(tuple(Choice((f"{i}",), keep) for i in range(4))))
+    assert equal(gradients(torch.compile(modules, backend="aot_eager", fullgraph=True), modules), wanted)

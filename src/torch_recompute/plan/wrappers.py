@@ -207,7 +207,8 @@ class ForwardWrapper:
         """Calls the forward that was there before."""
         if self._before is not None:
             return self._before(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)
+        module = self.module  # read once: Dynamo gives two readings two names, and a marked forward the first's weights
+        return type(module).forward(module, *args, **kwargs)
 
 
 class Region(ForwardWrapper):
