@@ -14,7 +14,17 @@ from torch.utils._pytree import tree_leaves
 
 from support.models import Made
 from support.zoo import ZOO, build, mean_loss, plans, scalar_loss
-from torch_recompute import ArgumentError, Choice, Plan, RecomputeError, apply, errors, make_plan, measure, simulate
+from torch_recompute import (
+    ArgumentError,
+    Choice,
+    Plan,
+    RecomputeError,
+    apply,
+    errors,
+    make_plan,
+    measure,
+    simulate,
+)
 from torch_recompute.memory import CATEGORIES
 from torch_recompute.simulation import recipes
 from torch_recompute.simulation.step import where_it_runs
@@ -571,9 +581,16 @@ def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.Monkey
     assert where_it_runs(step) == (torch.device("cuda", 3), 512)
 
 
+LOOKS: dict[str, Callable[[nn.Module, torch.Tensor], object]] = {
+    "simulate": lambda model, x: simulate(model, (x,), loss=mean_loss),
+    "make_plan": lambda model, x: make_plan(model, (x,), loss=mean_loss, budget=0.5, device="h100"),
+}
+
+
 @pytest.mark.filterwarnings("ignore:Using `torch.compile\\(module\\)` when there are global hooks:UserWarning")
-def test_a_compiled_model_is_compiled_after_it_was_simulated() -> None:
-    """The compiler does not see the simulated step: what it sees under a dispatch mode, it never compiles."""
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_compiled_model_is_compiled_after_it_was_looked_at(look: str) -> None:
+    """The compiler does not see a step under a dispatch mode: what it sees there, it never compiles."""
     torch._dynamo.reset()
     frames: list[int] = []
 
@@ -582,7 +599,7 @@ def test_a_compiled_model_is_compiled_after_it_was_simulated() -> None:
         return graph.forward
 
     model, x = torch.compile(stack(8, 8), backend=backend), torch.randn(4, 8)
-    simulate(model, (x,), loss=mean_loss)
+    LOOKS[look](model, x)
     assert not frames
     model(x)
     assert frames

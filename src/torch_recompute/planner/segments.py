@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from .. import _torch, errors
+from .._torch.compiler import uncompiled
 from .._torch.fakes import FakeTensorMode
 from .._torch.modes import transforming
 from ..engine.arguments import Call, is_context
@@ -140,7 +141,7 @@ class _Capture:
         """Runs the copy forward."""
         handle = apply(self._copy, Plan())  # which keeps a model from filling a cache in training
         args, kwargs = self._call
-        with self._captured.running(), ExitStack() as stack:
+        with self._captured.running(), uncompiled(step.model), ExitStack() as stack:
             for path in _segments(self._units, self._copy):
                 module = self._copy.get_submodule(path)
                 enter = partial(self._enter, path)
