@@ -23,6 +23,7 @@ from torch_recompute import (
     errors,
     make_plan,
     measure,
+    saved_activations,
     simulate,
 )
 from torch_recompute.memory import CATEGORIES
@@ -584,7 +585,17 @@ def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.Monkey
 LOOKS: dict[str, Callable[[nn.Module, torch.Tensor], object]] = {
     "simulate": lambda model, x: simulate(model, (x,), loss=mean_loss),
     "make_plan": lambda model, x: make_plan(model, (x,), loss=mean_loss, budget=0.5, device="h100"),
+    "saved_activations": lambda model, x: saved_activations(model, (x,)),
+    "measure": lambda model, x: measured_step(model, x),
 }
+
+
+def measured_step(model: nn.Module, x: torch.Tensor) -> int:
+    """The peak of a step; that a compiled model is called is said."""
+    with pytest.warns(RuntimeWarning, match="runs uncompiled"), measure(model) as m:
+        mean_loss(model(x)).backward()
+    model.zero_grad()
+    return m.peak_bytes
 
 
 @pytest.mark.filterwarnings("ignore:Using `torch.compile\\(module\\)` when there are global hooks:UserWarning")
@@ -603,6 +614,18 @@ def test_a_compiled_model_is_compiled_after_it_was_looked_at(look: str) -> None:
     assert not frames
     model(x)
     assert frames
+
+
+def test_a_measurement_says_once_that_a_compiled_step_is_measured_uncompiled() -> None:
+    """Its bytes are those of the model as it is, whether it is compiled as a whole or in place."""
+    torch._dynamo.reset()
+    model, x = stack(8, 8), torch.randn(4, 8)
+    with measure(model) as m:
+        mean_loss(model(x)).backward()
+    model.zero_grad()
+    peaks = {measured_step(torch.compile(model, backend="eager"), x)}
+    model.compile(backend="eager")
+    assert peaks | {measured_step(model, x)} == {m.peak_bytes}
 
 
 def test_a_device_is_named_as_in_make_plan() -> None:

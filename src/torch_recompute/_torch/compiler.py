@@ -73,6 +73,21 @@ def uncompiled(model: Any) -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
+def all_uncompiled() -> AbstractContextManager[Any]:
+    """A context in which all that is to be compiled runs as it is; see `uncompiled`."""
+    loaded = "torch._dynamo" in sys.modules  # by the first torch.compile, and slow to import
+    return torch.compiler.set_stance("force_eager") if loaded else nullcontext()
+
+
+def calls_compiled() -> bool:
+    """Returns whether this is called by what `torch.compile` returned, compiled or not."""
+    frames: Any = sys.modules.get("torch._dynamo.eval_frame")
+    frame = None if frames is None else sys._getframe(1)
+    while frame is not None and (frame.f_code.co_name != "compile_wrapper" or frame.f_globals is not vars(frames)):
+        frame = frame.f_back
+    return frame is not None
+
+
 def compilers_share() -> float:
     """Returns the share of activations that compiled code may keep, by torch's own setting; 1.0 by default."""
     return float(getattr(sys.modules.get("torch._functorch.config"), "activation_memory_budget", 1.0))

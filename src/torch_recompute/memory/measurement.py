@@ -9,6 +9,8 @@ The categories sum to the total, at the peak and now. A storage made before the 
 new is counted, but deaths still are: `live_bytes` then says what the block has left behind. Devices have separate
 ledgers.
 
+What is to be compiled runs uncompiled in the block, and a warning says so: under a mode Dynamo would skip it, for good.
+
 Not seen: threads that the user starts (autograd's own are seen), sparse tensors, and what no operator returns, such as
 the 5 kB of a random generator's state in each checkpoint. The CUDA allocator's peak statistics are reset when a
 measurement begins.
@@ -17,6 +19,7 @@ measurement begins.
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Generator, Iterable
@@ -29,6 +32,7 @@ from torch import nn
 
 from .. import _torch
 from .._torch import in_backward
+from .._torch.compiler import all_uncompiled, calls_compiled
 from ..errors import ArgumentError, RecomputeError
 from ..errors.text import in_html, shown
 from ..state.observer import observing
@@ -127,6 +131,7 @@ class Measurement:
         self._entered = False
         self._in_step = False
         self._events = 0
+        self._compiled = False  # whether something that is to be compiled was called
         self._allocator_peaks: dict[int, allocator.Peak] = {}
 
     def track(self, *things: nn.Module | torch.optim.Optimizer | torch.Tensor) -> Self:
@@ -337,8 +342,15 @@ class Measurement:
 
     @contextmanager
     def _watching(self) -> Generator[None]:
-        with observing(), Operations(self._book, watched):
+        with observing(), all_uncompiled(), Operations(self._real, watched):
             yield
+
+    def _real(self, ran: Operation) -> None:
+        """Counts an operation of a step that is not simulated."""
+        if not self._compiled and calls_compiled():
+            self._compiled = True
+            warnings.warn(_UNCOMPILED, RuntimeWarning, stacklevel=2)
+        self._book(ran)
 
     def _choose(self, wanted: torch.device | None) -> torch.device:
         """`cuda` without a number means the busiest of them; nothing at all means the busiest accelerator."""
@@ -436,4 +448,9 @@ def measure(
     return measurement.track(*(thing for thing in (model, optimizer) if thing is not None))
 
 
+_UNCOMPILED = (
+    "measure follows each operation, and what torch.compile compiles is not made of these: the block calls it, and it "
+    "runs uncompiled there. The bytes are those of the step without torch.compile.\n"
+    "  Of the compiled step torch.cuda.max_memory_allocated() has the peak; make_plan(..., compiled=True) predicts it."
+)
 _AGAIN = "Start another: with measure(...) as m: ..."

@@ -29,6 +29,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from .._torch import TorchDispatchMode, current_node, in_backward, sequence_number, sequence_of
+from .._torch.compiler import all_uncompiled
 from .._torch.graphs import ENGINE, caller
 from .._torch.modes import without_modes
 from .._torch.storages import uses
@@ -408,7 +409,7 @@ class Allocations:
         """Calls `fn` and returns its result, and the storages made meanwhile by `id` of their Python object."""
         self._running = True
         try:
-            with self._modules.following(), observing(), Operations(self._note):
+            with self._modules.following(), observing(), all_uncompiled(), Operations(self._note):
                 result = fn(*args, **kwargs)
             return result, self._found
         finally:
