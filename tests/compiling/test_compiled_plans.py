@@ -522,3 +522,27 @@ def test_layers_that_are_traced_once_have_their_own_weights(keep):
     wanted = gradients(modules, modules)
     apply(modules, Plan(tuple(Choice((f"{i}",), keep) for i in range(4))))
     assert equal(gradients(torch.compile(modules, backend="aot_eager", fullgraph=True), modules), wanted)
+
+
+class Around(nn.Module):
+    """A layer that calls one with a forward of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Dropped()
+
+    def forward(self, x):
+        return x + self.inner(x)
+
+
+@pytest.mark.parametrize("kind", ["@product", "@attention", "@values_unused"])
+def test_a_module_compiled_inside_an_uncompiled_region_runs_under_kept_calls(kind):
+    """The plan keeps nothing of it, and its gradients are the plain ones."""
+    torch.manual_seed(0)
+    modules, x = nn.Sequential(Around(), Around()).eval(), torch.randn(4, 8)
+    wanted = torch.autograd.grad(modules(x).sum(), [*modules.parameters()])
+    for layer in modules:
+        layer.inner.compile(backend="aot_eager", fullgraph=True)
+    apply(modules, Plan((Choice(("0",), (kind,)), Choice(("1",), (kind,)))))
+    for _ in range(2):
+        assert equal(torch.autograd.grad(modules(x).sum(), [*modules.parameters()]), wanted)

@@ -121,7 +121,8 @@ class KeepCalls(TorchFunctionMode):
     def __torch_function__(
         self, func: Function, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func not in self._awaited:
+        # Of a module that the user has compiled nothing is kept, and Dynamo could not look into the set.
+        if (torch.compiler.is_compiling() and not thread.untraced) or func not in self._awaited:
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
         if func is F.multi_head_attention_forward:
