@@ -12,7 +12,7 @@ from torch import nn
 
 from support.limited import limited, missing
 from torch_recompute import ArgumentError, BudgetError, Elastic, Plan, auto, make_plan
-from torch_recompute.devices import Roofline
+from torch_recompute.simulation.devices import Roofline
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
