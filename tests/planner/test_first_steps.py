@@ -241,9 +241,24 @@ def test_where_no_plan_is_found_the_first_one_stays() -> None:
     assert "forward" not in vars(training.model)
 
 
+def test_a_model_that_is_collected_while_hooks_run() -> None:
+    """Python may collect what looked at another model between two hooks of an optimizer's step."""
+    gone, training = [Training("as planned")], Training("as planned")
+
+    def collect(*_: Any) -> None:
+        gone.clear()
+        gc.collect()
+
+    hooks = [optimizers.register_optimizer_step_post_hook(hook) for hook in (collect, lambda *_: None)]
+    training.step()
+    for hook in hooks:
+        hook.remove()
+    training.handle.remove()
+    assert not optimizers._global_optimizer_post_hooks
+
+
 def test_a_copy_is_not_watched() -> None:
     """What a copy of the model does says nothing of the model, and `remove` ends the looking."""
-    gc.collect()  # what looks at the models of other tests
     before = dict(optimizers._global_optimizer_post_hooks)
     training = Training("as planned")
     twin = copy.deepcopy(training.model)

@@ -199,16 +199,15 @@ class FirstSteps(ForwardWrapper):
         self._calls: list[_Call] = []  # of the present step
         self._running: _Call | None = None
         self._stepped: list[torch.optim.Optimizer] = []  # of the present step
-        self._hooks: list[Any] = []
+        self._hooks: list[Any] = []  # of layers
         self._peaks: dict[int, allocator.Peak] = {}
 
     def put(self) -> None:
         """Begins to look."""
         super().put()
-        here: weakref.ref[FirstSteps] = weakref.ref(self)
-        stepped = register_optimizer_step_post_hook(lambda optimizer, *_: _stepped(here, optimizer))
-        weakref.finalize(self, stepped.remove)
-        self._hooks.append(stepped)
+        _looking.add(self)
+        if not _hook:
+            _hook.append(register_optimizer_step_post_hook(_stepped))
         self._plan_came()
 
     def take_out(self) -> None:
@@ -217,6 +216,9 @@ class FirstSteps(ForwardWrapper):
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        _looking.discard(self)
+        if _hook and not _looking:
+            _hook.pop().remove()
         self._calls.clear()
         allocator.end(self._peaks)
         super().take_out()
@@ -262,9 +264,9 @@ class FirstSteps(ForwardWrapper):
 
     def _plan_came(self) -> None:
         """Counts the calls of the layers that are in the plan, and of those beside them that its step left out."""
-        for hook in self._hooks[1:]:
+        for hook in self._hooks:
             hook.remove()
-        del self._hooks[1:]
+        self._hooks.clear()
         self._handle.first.autocast = None  # is spoken of here
         self._planning.came(self._handle)
         plan: Any = self._handle.plan
@@ -464,8 +466,11 @@ def _beside(modules: dict[str, nn.Module], paths: Sequence[str]) -> Iterator[str
                 yield beside
 
 
-def _stepped(here: weakref.ref[FirstSteps], optimizer: torch.optim.Optimizer) -> None:
-    """Tells what looks at the first steps, if it is there."""
-    looking = here()
-    if looking is not None:
+_looking: weakref.WeakSet[FirstSteps] = weakref.WeakSet()
+_hook: list[Any] = []  # of all optimizers, while something looks; one that is collected could be among hooks that run
+
+
+def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Tells all that look at the first steps of a training."""
+    for looking in _looking:
         looking.stepped(optimizer)
