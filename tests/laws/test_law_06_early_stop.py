@@ -81,6 +81,42 @@ def test_nothing_after_the_last_saved_tensor_runs():
     assert count.calls == {"before": 2, "after": 1}
 
 
+class Residual(nn.Module):
+    """A layer whose last operation that saves is a norm, or another that saves what needs no gradient."""
+
+    def __init__(self, last):
+        super().__init__()
+        self.last = last
+
+    def forward(self, x):
+        return self.last(x.exp()) + torch.arange(8.0).cumsum(0)
+
+
+@pytest.mark.parametrize("watched", [False, True], ids=["alone", "watched"])
+@pytest.mark.parametrize(
+    "last",
+    [
+        nn.LayerNorm(8),
+        nn.RMSNorm(8),
+        nn.BatchNorm1d(8),
+        nn.Dropout(0.5),
+        nn.MaxPool1d(3, 1, 1),
+        lambda y: F.layer_norm(y, (8,)),
+        lambda y: y.topk(8).values,
+    ],
+    ids=lambda last: getattr(last, "__name__", type(last).__name__),
+)
+def test_what_follows_a_norm_is_skipped(last, watched):
+    """What a norm keeps of its results needs no gradient; the replay ends with it, also where others follow modules."""
+    layer = recompute(Residual(last))
+    hooks = [nn.modules.module.register_module_forward_hook(lambda *_: None)] if watched else []
+    try:
+        assert operations_in_backward(layer, ones(4, 8))["cumsum"] == 0
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def test_torchs_switch_is_obeyed_by_checkpoint():
     """`set_checkpoint_early_stop(False)` around forward makes `checkpoint` replay to the end."""
     with set_checkpoint_early_stop(False):

@@ -13,7 +13,7 @@ what the replay's own graph holds is the detached tensor too; that graph is drop
 grad has no node, and is held as it is.
 
 Where a replay ends is said in `region.py`. Ending means raising `Stop` through the user's function; nothing else leaves
-it. A module that ends after the last slot was filled ends the replay before its own forward hooks run: backward is
+it. A module with forward hooks that ends after the last slot was filled ends the replay before these run: backward is
 inside that module, and under ZeRO-3 its forward hook would take away the weights that the next node reads.
 """
 
@@ -94,7 +94,7 @@ class Replay(Run):
     def __init__(self, region_call: RegionCall, ids: Container[int], opened: Slot | None = None) -> None:
         self.name, self.ambients, self.record = region_call.name, region_call.ambients, region_call.record
         self._region_call, self._ids, self._opened = region_call, ids, opened
-        self.filled, self._done, self._unfinished, self._last = 0, False, -1, -1
+        self.filled, self._done, self._unfinished, self._opener, self._last = 0, False, -1, -1, -1
         self._restored = region_call.replay_state.restored
         self._stop = stop = region_call.need() if region_call.options.early_stop else None
         if stop is not None and stop[1] == math.inf:
@@ -167,14 +167,17 @@ class Replay(Run):
             raise Stop(self)
 
     @tracing.as_it_is
-    def _module_ends(self, *_: Any) -> None:
-        if thread.run is self:
+    def _module_ends(self, module: torch.nn.Module, *_: Any) -> None:
+        if (
+            thread.run is self and module._forward_hooks
+        ):  # of another, torch calls this only where others follow modules
             raise Stop(self)
 
     @tracing.as_it_is
     def _packer(self) -> Callable[..., Packed]:
         """The pack hook of the replay: fills the next slot. What it needs for every tensor is a local of its own."""
         region_call, ids, sequence_number = self._region_call, self._ids, _torch.sequence_number
+        opened = self._opened or KEPT  # a saved call is no slot
         slots, kept, check = region_call.slots, KEPT, region_call.options.check != "none"
         count, special = len(slots), bool(self._restored or self._fingerprints is not None or region_call.streams)
         recorded = region_call.record is not None
@@ -208,9 +211,11 @@ class Replay(Run):
                 self._fill(slot, index, tensor, rebuilt)
             if not differentiable:
                 self._unfinished = sequence_number()
+            if slot is opened:
+                self._opener = sequence_number()
             if index == self._last:
                 self._done = True
-                if finished or (differentiable and self._unfinished != sequence_number()) or self._is_whole(slot):
+                if finished or (differentiable and self._unfinished != sequence_number()) or self._is_whole():
                     raise Stop(self)
                 self._module_hook = register_module_forward_hook(self._module_ends)
             return rebuilt
@@ -230,9 +235,9 @@ class Replay(Run):
         if self._fingerprints is not None and not borrowed:
             self._fingerprints.add(index, tensor)
 
-    def _is_whole(self, slot: Slot | None) -> bool:
-        """Whether what was saved last is known to be written: the node that reads it runs now, and is not RReLU's."""
-        node = _torch.current_node() if slot is not None and slot is self._opened else None
+    def _is_whole(self) -> bool:
+        """Whether what was saved last is known to be written: its node reads now what it saved, and is not RReLU's."""
+        node = _torch.current_node() if self._opener == _torch.sequence_number() else None
         return node is not None and "Rrelu" not in node.name()
 
     def put(self, tensor: torch.Tensor) -> Packed:
