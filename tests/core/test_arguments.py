@@ -344,6 +344,21 @@ class Context:
         self.__dict__.update(attributes)
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_replay_leaves_the_attributes_of_a_parameter(captured: bool) -> None:
+    """What is set at a parameter after the forward, as by a fused kernel in backward, is not what it was before."""
+    weight, x = nn.Parameter(torch.ones(3, 3)), torch.ones(2, 3, requires_grad=True)
+    flags = vars(weight)
+    flags["added"] = False
+    if captured:
+        y = recompute(lambda x: torch.sin(x @ weight))(x)
+    else:
+        y = recompute(lambda x, weight: torch.sin(x @ weight))(x, weight)
+    flags["added"] = True
+    y.sum().backward()
+    assert flags == {"added": True}
+
+
 class Kind(enum.Enum):
     """One of a kind."""
 

@@ -171,7 +171,8 @@ class Inputs:
                 opened[id(held)] = tensor
             tensors.append(tensor)
         for n, found in self._attributes.items():
-            _attributes_of(tensors[n]).update(found)
+            if tensors[n] is not self._held[n]:  # else it is the caller's own, with the attributes that it has now
+                _attributes_of(tensors[n]).update(found)
         leaves = list(call.leaves)
         for i, tensor in zip(call.tensors, tensors, strict=False):
             leaves[i] = tensor
