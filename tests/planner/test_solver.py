@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -34,6 +35,8 @@ def test_the_choice_is_the_best_of_all(costs: Costs, data: st.DataObject) -> Non
         choose(costs, peaks[0] - 1)
     assert caught.value.smallest == peaks[0]
     assert caught.value.solution == smallest(costs)
+    sent = pickle.loads(pickle.dumps(caught.value))  # from a worker process
+    assert (str(sent), sent.smallest, sent.solution) == (str(caught.value), peaks[0], smallest(costs))
 
 
 @settings(max_examples=60, deadline=None)

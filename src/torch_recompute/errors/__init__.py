@@ -30,7 +30,7 @@ class BudgetError(ArgumentError):
         solution: What reaches it.
     """
 
-    def __init__(self, text: str, smallest: int, solution: object) -> None:
+    def __init__(self, text: str, smallest: int = 0, solution: object = None) -> None:  # which pickle sets
         super().__init__(text)
         self.smallest = smallest
         self.solution = solution
