@@ -87,14 +87,13 @@ def _without_grad(name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwar
     entered = outer.key()
     thread.run = run
     try:
-        result = fn(*args, **kwargs)
+        return fn(*args, **kwargs)
     finally:
         thread.run = outer
-    if not outer.replaying:
-        if run.record is not None:
-            mark_not_needed(run.record, NEVER)
-        hand_over(run.record, outer, None, entered)
-    return result
+        if not outer.replaying:  # also after an error, which the function around may catch
+            if run.record is not None:
+                mark_not_needed(run.record, NEVER)
+            hand_over(run.record, outer, None, entered)
 
 
 def _not_an_ambient(value: object) -> str:

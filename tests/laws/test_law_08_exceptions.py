@@ -110,6 +110,46 @@ def test_an_exception_caught_inside_a_region(wrap):
     assert count.calls["later"] == 2
 
 
+def _tries_a_region(x):
+    def other(x):
+        return no_recompute(torch.mm)(x.sin(), x.cos()).sin()
+
+    def fast(x):
+        raise Broken(no_recompute(torch.exp)(x.sin()).cos())
+
+    try:
+        return recompute(fast)(x)
+    except Broken:
+        return recompute(other)(x)
+
+
+def _tries_a_saved_call(x):
+    def fast(a, b):
+        raise Broken((a * b).view(9).exp())
+
+    try:
+        return no_recompute(fast)(x.sin(), x)
+    except Broken:
+        return no_recompute(torch.mm)(x.sin(), x.cos())
+
+
+def _tries_without_grad(x):
+    with torch.no_grad():
+        found = _tries_a_region(x)
+    return found * recompute(lambda x: no_recompute(torch.exp)(x).sin())(x)
+
+
+@pytest.mark.parametrize("tries", [_tries_a_region, _tries_a_saved_call, _tries_without_grad])
+def test_what_is_called_in_the_place_of_what_failed(tries):
+    """A region that catches an error of a fast way, and calls another, does the same in its replay."""
+    grads = []
+    for wrap in (recompute, lambda fn: fn):
+        x = torch.linspace(0, 1, 9).view(3, 3).requires_grad_()
+        wrap(lambda x: tries(x).exp().sin())(x).sum().backward()
+        grads.append(x.grad)
+    assert torch.equal(*grads)
+
+
 @pytest.mark.parametrize("name", ["whole", "nested at the start", "saved middle", "region in a saved call"])
 def test_after_a_mismatch_nothing_leaks(name):
     """A replay that saves something else leaves no byte behind its error."""

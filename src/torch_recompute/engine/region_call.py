@@ -500,6 +500,8 @@ class RegionCall(Run):
             result = fn(*args, **kwargs)
         except BaseException as error:
             self.replay_state.forget()
+            if outer is not None and not self.replaying:  # which may catch the error; its replay counts this call too
+                hand_over(self.record, outer, None)
             if isinstance(error, RuntimeError):
                 tell(error, self.name, replaying=self.replaying)
             raise

@@ -417,8 +417,8 @@ def record_call(
             thread.run = run
             _torch.pop_hooks()
         record.record(result, inputs, versions, store, advanced(ambients, before) if ambients else ())
-    except BaseException:
-        records.remove(record)
+    except BaseException:  # which the function may catch: a replay makes the call again, for the same error
+        record.emptied = record.repeated = True
         raise
     finally:
         inputs.clear()  # PyTorch keeps a pack hook, and so what it refers to, as long as what it packed
