@@ -369,3 +369,22 @@ def test_a_store_that_raises() -> None:
         recompute(lambda x: x.sin().exp(), inputs=broken(refuse))(x).sum().backward()
     recompute(lambda x: x.sin().exp())(x).sum().backward()
     assert torch.equal(x.grad, x.detach().sin().exp() * x.detach().cos())
+
+
+@pytest.mark.parametrize("saved_call", [False, True])
+@pytest.mark.parametrize("handle", [lambda t: t, lambda t: (t.device, t)], ids=["itself", "in a tuple"])
+def test_a_store_that_does_not_copy(handle: Callable[[torch.Tensor], Any], saved_call: bool) -> None:
+    """What hooks pass on as it is, as those that move large tensors only, is watched for changes in place."""
+    store = Hooks(handle, lambda held: held[-1] if isinstance(held, tuple) else held)
+    x = torch.ones(3, requires_grad=True)
+    h = x * 1
+    if saved_call:
+        y = out = no_recompute(torch.exp, store=store)(h)
+    else:
+        y = recompute(lambda h: (h * 2).sin(), inputs=store)(h)
+        out = h
+    y.sum().backward(retain_graph=True)
+    with torch.no_grad():
+        out += 1
+    with pytest.raises(ChangedError, match="modified by an inplace operation"):
+        y.sum().backward()

@@ -7,13 +7,13 @@ region keeps exactly as they would see what autograd keeps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from .. import errors
-from .._torch import version_of
+from .._torch import storage_id, tensors_in, version_of
 from .._torch.tensors import is_leaf_of_constant, wants_grad
 
 
@@ -75,7 +75,7 @@ class Kept:
             What is changed in place meanwhile is gone, and opening it raises, as plain PyTorch does.
     """
 
-    __slots__ = ("_grad", "_handle", "_meta", "_of_constant", "_region", "_store", "_tensor", "_versions")
+    __slots__ = ("_grad", "_handle", "_meta", "_of_constant", "_region", "_same", "_store", "_tensor", "_versions")
 
     def __init__(self, store: Store, tensor: torch.Tensor, region: str, later: bool = False) -> None:
         self._store = store
@@ -84,6 +84,7 @@ class Kept:
         self._grad, self._of_constant = wants_grad(tensor), is_leaf_of_constant(tensor)
         self._tensor: torch.Tensor | None = tensor
         self._handle: Any = None
+        self._same: Sequence[tuple[torch.Tensor, int]] = ()  # what the store holds without having copied it
         self._versions = version_of(tensor), version_of(tensor)
         if not later:
             self.put()
@@ -92,17 +93,20 @@ class Kept:
         """Puts the tensor into the store."""
         if self._tensor is not None:
             self._versions = self._versions[0], version_of(self._tensor)
-            self._handle, self._tensor = self._store.put(self._tensor), None
+            self._handle, storage = self._store.put(self._tensor), storage_id(self._tensor)
+            self._same = [(x, version_of(x)) for x in tensors_in(self._handle) if storage_id(x) == storage]
+            self._tensor = None
 
     def open(self) -> torch.Tensor:
         """Returns the tensor, as a leaf that requires grad where the one put did.
 
         Raises:
             StoreError: The store returned something else than it was given.
-            ChangedError: The tensor was changed in place before it was put.
+            ChangedError: The tensor was changed in place before it was put, or since by others, if it was not copied.
         """
-        if self._versions[0] != self._versions[1]:
-            raise errors.ChangedError(errors.changed_saved(self._region, *self._versions))
+        for then, now in (self._versions, *((then, version_of(x)) for x, then in self._same)):
+            if then != now:
+                raise errors.ChangedError(errors.changed_saved(self._region, then, now))
         tensor: Any = self._store.get(self._handle) if self._tensor is None else self._tensor
         if not isinstance(tensor, torch.Tensor) or (tensor.shape, tensor.dtype, tensor.device) != self._meta:
             shape, dtype, device = self._meta
