@@ -182,6 +182,15 @@ def test_what_cannot_be_seen() -> None:
     assert reach(calls_a_function_with_a_global) is None
 
 
+def reads_an_attribute_of_that_name(x: torch.Tensor, held: Any) -> torch.Tensor:
+    return x * held.TENSOR
+
+
+def test_an_attribute_is_no_global_of_its_name() -> None:
+    """What a function reads of an argument is not looked up among the globals."""
+    assert reach(reads_an_attribute_of_that_name) is None
+
+
 def calls_a_function_with_a_global(x: torch.Tensor) -> torch.Tensor:
     return uses_global_module(x)
 

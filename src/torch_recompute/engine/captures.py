@@ -49,8 +49,10 @@ _NO_STATE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, ty
 def _look(code: types.CodeType, scope: dict[str, Any]) -> _Code:
     found = _codes.get(id(code))
     if found is None:
-        writes = {str(i.argval) for i in dis.get_instructions(code) if i.opname in ("STORE_DEREF", "DELETE_DEREF")}
-        names = {name for name in code.co_names if name in scope and not isinstance(scope[name], _NO_STATE)}
+        steps = [(i.opname, str(i.argval)) for i in dis.get_instructions(code)]
+        writes = {name for op, name in steps if op in ("STORE_DEREF", "DELETE_DEREF")}
+        read = {name for op, name in steps if op in ("LOAD_GLOBAL", "LOAD_NAME")}  # `co_names` has attributes, too
+        names = {name for name in read if name in scope and not isinstance(scope[name], _NO_STATE)}
         for const in code.co_consts:
             if isinstance(const, types.CodeType):
                 inner = _look(const, scope)
