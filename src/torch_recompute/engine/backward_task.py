@@ -68,8 +68,7 @@ def this_task() -> Task:
             last = _running.task  # another than the one started, if a backward inside this one came in between
             split = started.split or (last is not None and last.id == now and last.split)
             for ref in started.region_calls:  # on whichever thread the call ends: several devices have several
-                region_call = ref()
-                if region_call is not None:
+                if (region_call := ref()) is not None:
                     region_call.end(started.kept, split)
 
         _torch.after_backward(end)

@@ -231,8 +231,7 @@ class DeferredStore:
     def put(self, tensor: torch.Tensor) -> DeferredInput:
         """Holds the tensor, and says so to whom it will be taken from."""
         late = DeferredInput(tensor, self._region)
-        owner = waiting.owner(storage_id(tensor))
-        if owner is not None:
+        if (owner := waiting.owner(storage_id(tensor))) is not None:
             owner.waits_for(late)
         return late
 

@@ -685,8 +685,7 @@ class RegionCall(Run):
         """Empties every slot."""
         with self._lock:  # another thread may just be rebuilding
             for ref in self.slots:
-                slot = ref()
-                if slot is not None:
+                if (slot := ref()) is not None:
                     slot.tensor = None
             for record in self._saved_calls():
                 record.release()

@@ -139,8 +139,7 @@ class SavedCall:
     def release(self) -> None:
         """Empties the slots."""
         for ref, _, _ in self._views:
-            slot = ref()
-            if slot is not None:
+            if (slot := ref()) is not None:
                 slot.tensor = None
 
     def slot(self, owner: Owner, tensor: torch.Tensor, index: int, base: torch.Tensor) -> Slot | None:
@@ -156,8 +155,7 @@ class SavedCall:
     def fill(self, region: str, inputs: Sequence[torch.Tensor], restored: frozenset[int]) -> None:
         """Fills the slots that are views of the call's inputs."""
         for ref, index, place in self._views:
-            slot = ref()
-            if slot is not None:
+            if (slot := ref()) is not None:
                 view = place.of(inputs[index])
                 if view is None:
                     then, now = self._sides(index, inputs[index])
@@ -342,8 +340,7 @@ def _view(tensor: torch.Tensor, inputs: Sequence[torch.Tensor]) -> View | None:
     storage = storage_id(tensor) if inputs else 0
     for i, base in enumerate(inputs):
         if storage and storage_id(base) == storage:
-            place = geometry(tensor, base)
-            if place is not None:
+            if (place := geometry(tensor, base)) is not None:
                 return View(i, place, wants_grad(tensor))
     return None
 
