@@ -1136,7 +1136,7 @@ ELSEWHERE = {
     "storages.uses": ("memory/test_measure.py", "uses("),
     "storages.cpu_bytes_between": ("memory/test_workspaces.py", "cpu_bytes_between("),
     "modes.ComputedWeights": ("laws/test_law_05_world.py", "cached()"),
-    "modes.attention_in_parts": ("plans/test_kept_calls.py", "MultiheadAttention("),
+    "graphs.attention_in_parts": ("plans/test_kept_calls.py", "MultiheadAttention("),
     "fakes.below_autograd": ("memory/test_cuda_decompositions.py", "AsOnCuda("),
     "fakes.NOT_FAKED": ("memory/test_simulate.py", "simulate("),
 }

@@ -1,4 +1,7 @@
-"""Autograd's graphs and stacks, looked at from outside: what nodes have saved, which code runs a backward or called."""
+"""Autograd's graphs and stacks, looked at from outside: what nodes have saved, which code runs a backward or called.
+
+Besides, an attention whose calls inside are shown to function modes.
+"""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
@@ -10,10 +13,11 @@ import sys
 import weakref
 from collections.abc import Callable
 from functools import partial
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 from torch.utils._traceback import CapturedTraceback
 
 
@@ -122,3 +126,15 @@ def say_stack(stack: Any, last: int = 12) -> list[str]:
     frames = [lines[i : i + 2] for i in range(0, len(lines) - 1, 2)]
     inside = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
     return [line.strip() for frame in frames if not any(part in frame[0] for part in inside) for line in frame][-last:]
+
+
+def _shown_inside(function: FunctionType) -> Callable[..., Any]:
+    """A Python function of torch whose calls inside are shown to function modes, where it would show itself alone."""
+    names = {**function.__globals__, "has_torch_function": lambda _: False}
+    twin = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    twin.__kwdefaults__ = function.__kwdefaults__
+    return twin
+
+
+attention_in_parts = _shown_inside(F.multi_head_attention_forward)
+"""The function that `nn.MultiheadAttention` calls, with its products, its attention and its dropout shown."""

@@ -18,7 +18,6 @@ Invariants: nothing here raises or warns for a state that torch allows, and `set
 from __future__ import annotations
 
 import operator
-import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -27,7 +26,6 @@ from typing import Any
 import torch
 import torch.overrides as _overrides
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
@@ -244,15 +242,3 @@ def unseen(fn: Callable[..., Any], *args: Any) -> Any:
     """Calls `fn(*args)` as outside of what is around a backward: torch.compile, transforms, a class's own functions."""
     with temporarily_clear_interpreter_stack(), _C._EnableTorchFunction():
         return fn(*args)
-
-
-def _shown_inside(function: types.FunctionType) -> Callable[..., Any]:
-    """A Python function of torch whose calls inside are shown to function modes, where it would show itself alone."""
-    names = {**function.__globals__, "has_torch_function": lambda _: False}
-    twin = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
-    twin.__kwdefaults__ = function.__kwdefaults__
-    return twin
-
-
-attention_in_parts = _shown_inside(F.multi_head_attention_forward)
-"""The function that `nn.MultiheadAttention` calls, with its products, its attention and its dropout shown."""

@@ -31,8 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from .. import _torch
 from .._torch import tracing
-from .._torch.graphs import function_of
-from .._torch.modes import attention_in_parts
+from .._torch.graphs import attention_in_parts, function_of
 from .._torch.ranks import call_next_mode, dispatches
 from ..memory.ledger import CountedOnce, storages
 from ..region import keep

@@ -36,7 +36,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from .. import _torch, errors
-from .._torch.modes import attention_in_parts, transforming
+from .._torch.graphs import attention_in_parts
+from .._torch.modes import transforming
 from ..engine.shape_only import ASK_FOR_LAYOUT, DROPOUT, goes_through
 from ..memory.batch import tensors_of_call
 from ..memory.ledger import storages

@@ -41,7 +41,7 @@ from .._torch.cuda import (
     release,
 )
 from .._torch.fakes import below_autograd
-from .._torch.modes import attention_in_parts
+from .._torch.graphs import attention_in_parts
 from .._torch.tensors import mapped
 
 aten: Any = torch.ops.aten
