@@ -367,7 +367,8 @@ def no_recompute(
 
     def saved_call(*args: P.args, **kwargs: P.kwargs) -> R:
         if name is not None and thread.overrides is not None:
-            if (instead := thread.overrides.saved_call(name, fn)) is not None:
+            instead = thread.overrides.saved_call(name, fn)
+            if instead is not None:
                 return instead(*args, **kwargs)
         return keep(label, fn, args, kwargs, store, values_unused)
 

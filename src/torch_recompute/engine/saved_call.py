@@ -339,9 +339,8 @@ def _view(tensor: torch.Tensor, inputs: Sequence[torch.Tensor]) -> View | None:
             return View(i, None, wants_grad(tensor))
     storage = storage_id(tensor) if inputs else 0
     for i, base in enumerate(inputs):
-        if storage and storage_id(base) == storage:
-            if (place := geometry(tensor, base)) is not None:
-                return View(i, place, wants_grad(tensor))
+        if storage and storage_id(base) == storage and (place := geometry(tensor, base)) is not None:
+            return View(i, place, wants_grad(tensor))
     return None
 
 

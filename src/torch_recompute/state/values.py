@@ -209,11 +209,12 @@ def _without_history(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, torch.Tensor) and not is_parameter(leaf) else leaf
 
 
-def _first_with_grad(tree: Any) -> tuple[int, torch.Tensor] | None:
+def _first_with_grad(tree: Any) -> str:
+    """Names the first tensor that requires grad; "" where none does."""
     for i, leaf in enumerate(_torch.tree_leaves(tree)):
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-            return i, leaf
-    return None
+            return f"tensor {i} ({tuple(leaf.shape)}, {leaf.dtype}, grad_fn={errors.kind(leaf.grad_fn)})"
+    return ""
 
 
 def _check_in_graph(tree: Any, what: str) -> None:
@@ -251,13 +252,10 @@ def save_for_recompute(*data: Any, key: Hashable = None) -> None:
     run = thread.run
     if run is None or run.replaying:
         return
-    found = _first_with_grad(data)
-    if found is not None:
-        index, tensor = found
+    if found := _first_with_grad(data):
         raise errors.SaveError(
-            f"save_for_recompute in {run.name}: tensor {index} ({tuple(tensor.shape)}, {tensor.dtype}, "
-            f"grad_fn={errors.kind(tensor.grad_fn)}) requires grad. A saved value is a constant in the replay, so its "
-            "gradient would be lost.\n"
+            f"save_for_recompute in {run.name}: {found} requires grad. A saved value is a constant in the replay, so "
+            "its gradient would be lost.\n"
             "  Save what was decided (indices, counts, masks), not what is differentiated; keep a differentiable "
             "result with no_recompute(fn)."
         )
@@ -419,13 +417,10 @@ def replay(fn: Callable[P, R]) -> Callable[P, R]:
             thread.run = run
         if in_graph:
             _check_in_graph(result, name)
-        found = _first_with_grad(result)
-        if found is not None:
-            index, tensor = found
+        if found := _first_with_grad(result):
             raise errors.SaveError(
-                f"replay(fn) in {run.name} returned a tensor that requires grad: tensor {index} "
-                f"({tuple(tensor.shape)}, {tensor.dtype}, grad_fn={errors.kind(tensor.grad_fn)}). Its result is a "
-                "constant in the replay, so its gradient would be lost.\n"
+                f"replay(fn) in {run.name} returned a tensor that requires grad: {found}. Its result is a constant in "
+                "the replay, so its gradient would be lost.\n"
                 "  Return indices, masks or sizes only: replay(lambda s: s.topk(2).indices); keep a differentiable "
                 "result with no_recompute(fn)."
             )
