@@ -334,3 +334,73 @@ def test_results_that_are_left_in_a_collector(way, does):
             assert len(found) == 1
             del taps, found, out
             assert ref() is None
+
+
+class KeepsStatistics(nn.Module):
+    """A layer that leaves a statistic, which no backward goes through, in an attribute."""
+
+    def __init__(self, put):
+        super().__init__()
+        self.layer, self.put, self.found = nn.Linear(4, 4), put, put(torch.zeros(()))
+
+    def forward(self, x):
+        y = self.layer(x).sin()
+        self.found = self.put(y.square().mean())
+        return y.sin()
+
+
+class Found:
+    """Holds a statistic."""
+
+    def __init__(self, of):
+        self.of = of
+
+
+CONTAINERS = {
+    "itself": lambda z: z,
+    "tuple": lambda z: (z,),
+    "list": lambda z: [z, 1],
+    "dict": lambda z: {"of": z},
+    "list in a list": lambda z: [z, [z]],
+    "object": Found,
+}
+
+
+@pytest.mark.parametrize("put", CONTAINERS.values(), ids=CONTAINERS.keys())
+def test_a_statistic_that_a_module_keeps_holds_its_own_step_only(put):
+    """No step holds the one before, and with it all before that, through what the module held then."""
+    layer, inputs = KeepsStatistics(put), []
+    with no_collector():
+        for _ in range(3):
+            x = ones(2, 4)
+            inputs.append(weakref.ref(x))
+            recompute(layer)(x).sum().backward()
+            del x
+        assert [ref() is not None for ref in inputs] == [False, False, True]
+
+
+class Recurrent(nn.Module):
+    """Holds its state in an attribute."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.layer, self.kind = nn.Linear(4, 4), kind
+        self.state = kind([torch.ones(2, 4), torch.ones(2, 4)])
+
+    def forward(self, x):
+        h, c = self.state
+        h = (self.layer(x) * h * c).sin()
+        self.state = self.kind([h, c.sin()])
+        return h.exp().sin()
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_a_replay_finds_the_state_that_a_module_held_in_a_container(kind):
+    """Through two steps, whose graph it ties together; afterwards it is that of the last step."""
+    results = []
+    for wrap in (recompute, lambda fn: fn):
+        torch.manual_seed(0)
+        layer, x = Recurrent(kind), ones(2, 4)
+        (wrap(layer)(x) + wrap(layer)(x.cos())).sum().backward()
+        results.append([x.grad, layer.layer.weight.grad, *(part.detach() for part in layer.state)])
+    assert all(map(torch.equal, *results))

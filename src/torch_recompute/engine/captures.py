@@ -22,7 +22,7 @@ import itertools
 import operator
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -31,7 +31,7 @@ from torch import nn
 from .._torch import version_of_dict
 from .._torch.modes import call
 from .._torch.tensors import apart, wants_grad
-from .arguments import CONTAINERS, PLAIN, is_config
+from .arguments import CONTAINERS, PLAIN, Call, is_config
 
 
 class _Code(NamedTuple):
@@ -185,20 +185,43 @@ def _has_entries(value: Any) -> bool:
 
 
 class Aside(NamedTuple):
-    """A tensor that a module held, without its history, which might come to lead back to the region."""
+    """What a module held, its tensors without their history, which might come to lead back to the region.
 
-    was: weakref.ref[torch.Tensor]
-    tensor: torch.Tensor
-    grad: bool
+    Attributes:
+        was: The tensor, if it is one.
+        held: A tensor, or a container or plain object with some, as the arguments of a call are held.
+        grads: Whether they require grad, for those in it that have no history now.
+    """
+
+    was: weakref.ref[torch.Tensor] | None
+    held: Call
+    grads: dict[int, bool]
 
     def there(self) -> Any:
-        """The tensor that was held, if somebody else still holds it."""
-        was = self.was()
+        """The tensor that was held, if it was one and somebody else still holds it."""
+        was = None if self.was is None else self.was()
         return self if was is None else was
 
-    def open(self) -> torch.Tensor:
-        """The tensor, for a replay."""
-        return self.tensor.detach().requires_grad_(self.grad)
+    def open(self) -> Any:
+        """The same, for a replay."""
+        leaves = list(self.held.leaves)
+        for i, grad in self.grads.items():
+            leaves[i] = leaves[i].detach().requires_grad_(grad)
+        return self.held.arguments(leaves)[0][0]
+
+
+_LOOSE = (torch.Tensor, tuple)
+
+
+def set_apart(value: Any) -> Any:
+    """What a module holds, as it may be held: itself, where no tensor in it has a history."""
+    held, grads = Call((value,), {}), dict[int, bool]()
+    for i in held.tensors:
+        tensor = held.leaves[i]
+        held.leaves[i] = tensor if type(tensor) is nn.Parameter else apart(tensor)
+        if held.leaves[i] is not tensor:
+            grads[i] = wants_grad(tensor)
+    return Aside(weakref.ref(value) if isinstance(value, torch.Tensor) else None, held, grads) if grads else value
 
 
 def _write(entries: dict[str, Any], then: dict[str, Any], whole: bool = True) -> None:
@@ -280,22 +303,20 @@ class Snapshot:
         some = [*filter(_hooks_before, dicts), *filter(_hooks_after, dicts)]
         return [own[name] for own in some for name in _HOOKS if name in own] if some else some
 
-    def set_aside(self, weights: bool) -> None:
+    def set_aside(self, weights: bool, unchanged: Container[int]) -> None:
         """Holds what may get a history without it: after the forward, which knows tensors by their identity.
 
         Args:
             weights: Whether some parameter is no `Parameter`.
+            unchanged: The identities of containers with tensors that hold what they held.
         """
-        places = [(self.own, place) for place in self.scan.tensors]
+        places = [(self.own, i) for i, x in enumerate(self.own) if isinstance(x, _LOOSE) or id(x) in unchanged]
         if weights:
             places += [(self.inside, place) for place in range(self.scan.weights)]
         for values, place in places:
             held = values[place]
-            if isinstance(held, torch.Tensor) and type(held) is not nn.Parameter:
-                tensor = apart(held)
-                if tensor is not held:
-                    values[place] = Aside(weakref.ref(held), tensor, wants_grad(held))
-                    self._aside = True
+            values[place] = set_apart(held)
+            self._aside = self._aside or values[place] is not held
 
     def _pairs(self) -> Iterator[tuple[dict[str, Any], dict[str, Any], bool]]:
         """Each dictionary, what it held, and whether that is the whole; of what is left to a wrapper see `_Scan`."""
@@ -338,12 +359,13 @@ class Contents:
         label: How errors call it.
         large: Whether it is a large one.
         then: What it held when this was made: keys, then values.
+        value: The container or config.
     """
 
-    __slots__ = ("_inside", "label", "large", "then")
+    __slots__ = ("_inside", "label", "large", "then", "value")
 
     def __init__(self, label: str, value: Any) -> None:
-        self.label = label
+        self.label, self.value = label, value
         self._inside = value if isinstance(value, CONTAINERS) else value.__dict__
         self.large = len(self._inside) > MANY
         self.then = self.now()
@@ -361,6 +383,10 @@ class Contents:
         if self.large:
             return now == self.then
         return len(now) == len(self.then) and all(map(operator.is_, now, self.then))
+
+    def is_apart(self) -> bool:
+        """Whether tensors in it have a history, and it holds what it held, so that it is held in another way."""
+        return torch.Tensor in map(type, self.then) and self.same() and set_apart(self.value) is not self.value
 
     def lost(self) -> bool:
         """Whether it is a large one that has changed in a way that cannot be put back."""
@@ -422,6 +448,7 @@ class _Scan:
         children: Where among these the children begin.
         buffers: Whether there are any.
         tensors: Where tensors are that are plain attributes.
+        tuples: Where tuples are.
         holds: Where tensors, generators, containers and configs are, and what errors call them.
         managed: Which modules belong to a wrapper of torch.distributed (FSDP), which tracks forward and backward by its
             own attributes and replaces parameters; they are left to it.
@@ -431,7 +458,7 @@ class _Scan:
 
     __slots__ = (
         *("buffers", "children", "getters", "holds", "ids", "keys", "kinds", "managed", "names", "refs", "root"),
-        *("_tuples", "seen", "sizes", "tensors", "weights"),
+        *("_plain", "seen", "sizes", "tensors", "tuples", "weights"),
     )
     seen: tuple[Sequence[int], Values | None]
 
@@ -453,8 +480,8 @@ class _Scan:
         values = [own[key] for own, keys in zip(dicts, self.keys, strict=True) for key in keys]
         self.kinds = [*map(type, values)]
         self.seen = (), None
-        plain = all(kind in PLAIN or kind is tuple for kind in self.kinds)
-        self._tuples = [i for i, kind in enumerate(self.kinds) if kind is tuple] if plain else None
+        self._plain = all(kind in PLAIN or kind is tuple for kind in self.kinds)
+        self.tuples = [i for i, kind in enumerate(self.kinds) if kind is tuple]
         self.weights, self.children = sum(sizes[: len(modules)]), sum(sizes[: 2 * len(modules)])
         self.buffers = self.children > self.weights
         self.ids = [*map(id, _flat(map(values_of, tables[2 * len(modules) :])))]
@@ -473,7 +500,7 @@ class _Scan:
 
     def plain(self, own: Values) -> bool:
         """Whether values of `keys` lead to no other object."""
-        return self._tuples is not None and PLAIN.issuperset(map(type, _flat([own[i] for i in self._tuples])))
+        return self._plain and PLAIN.issuperset(map(type, _flat(map(own.__getitem__, self.tuples))))
 
 
 _WRAPPERS = (

@@ -160,7 +160,9 @@ class _Reached:
             dicts += found.dicts
             versions += found.versions
             buffers, hooked = buffers or scan.buffers, hooked or found.hooked
-            unsettled = unsettled or bool(scan.tensors)
+            if found.own is not scan.seen[1]:
+                inside = itertools.chain(*map(found.own.__getitem__, scan.tuples))
+                unsettled = unsettled or bool(scan.tensors) or torch.Tensor in map(type, inside)
         if hooked:
             self._hooks = _hooks_of(reach.snapshots)
         self._ordinary = _ORDINARY.issuperset(map(type, weights))
@@ -177,6 +179,8 @@ class _Reached:
         others = bool(reach.others) or (cells and bool(reach.tensors))
         if others or buffers:
             self._watch(reach, cells)
+        for inside in reach.contents:
+            unsettled = unsettled or torch.Tensor in map(type, inside.then)
         self.unsettled = others or buffers or hooked or unsettled or not self._ordinary
         self.dicts, self.dict_versions = dicts, None if self.unsettled or reach.contents else versions
 
@@ -216,9 +220,11 @@ class _Reached:
             again = [snapshot(found.modules[0]) for found in self._snapshots]
             self.places = [*again, *self.places[len(again) :]]
             self._snapshots = again
+        loose = [place for place in self.places if isinstance(place, Contents) and place.is_apart()]
         for found in self._snapshots:
-            if found.scan.tensors or not self._ordinary:
-                found.set_aside(not self._ordinary)
+            if not (self._ordinary and found.own is found.scan.seen[1]):
+                found.set_aside(not self._ordinary, {id(place.value) for place in loose})
+        self.places = [place for place in self.places if place not in loose]
         if not self._ordinary:
             self.weights = [p if type(p) is Parameter else apart(p) for p in self.weights]
 
