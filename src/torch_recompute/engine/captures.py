@@ -185,7 +185,7 @@ def _has_entries(value: Any) -> bool:
 
 
 class Aside(NamedTuple):
-    """What a module held, its tensors without their history, which might come to lead back to the region.
+    """A value that a module held, its tensors without their history, which might come to lead back to the region.
 
     Attributes:
         was: The tensor, if it is one.
@@ -214,7 +214,7 @@ _LOOSE = (torch.Tensor, tuple)
 
 
 def set_apart(value: Any) -> Any:
-    """What a module holds, as it may be held: itself, where no tensor in it has a history."""
+    """A value of a module as it may be held: itself, where no tensor in it has a history."""
     held, grads = Call((value,), {}), dict[int, bool]()
     for i in held.tensors:
         tensor = held.leaves[i]
