@@ -104,10 +104,10 @@ class Kept:
             StoreError: The store returned something else than it was given.
             ChangedError: The tensor was changed in place before it was put, or since by others, if it was not copied.
         """
+        tensor: Any = self._store.get(self._handle) if self._tensor is None else self._tensor
         for then, now in (self._versions, *((then, version_of(x)) for x, then in self._same)):
             if then != now:
                 raise errors.ChangedError(errors.changed_saved(self._region, then, now))
-        tensor: Any = self._store.get(self._handle) if self._tensor is None else self._tensor
         if not isinstance(tensor, torch.Tensor) or (tensor.shape, tensor.dtype, tensor.device) != self._meta:
             shape, dtype, device = self._meta
             got = (
