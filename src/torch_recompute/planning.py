@@ -21,7 +21,7 @@ from torch import nn
 from . import errors
 from .errors.text import at_work
 from .memory.batch import Batch, ExampleCall, call_of, tensors_of_call
-from .memory.budget import Budget, bytes_meant, no_plan_fits, read_budget
+from .memory.budget import Budget, Limit, as_budget, bytes_meant, enough, limit_too_small, no_plan_fits, read_budget
 from .memory.loop import COMMON, Loop
 from .memory.saved import generators_as_before
 from .plan.apply import Applied, apply
@@ -160,7 +160,7 @@ def auto(
         The handle of `apply`; its `plan` is the plan that is in the model now, `history` all of them.
 
     Raises:
-        BudgetError: No plan fits; with `elastic`, under the limit.
+        BudgetError: No plan fits; with `elastic`, under the limit, together with all else that is alive.
         ArgumentError: See `make_plan` and `apply`; or `elastic` was given with `offload`, or an `Elastic` with a
             budget; or sizes are no lengths; or the file holds something else; or another rank found no plan.
     """
@@ -249,6 +249,7 @@ class _Planning:
     memory: Elastic | None = None
     sizes: Sequence[int] | str = ()
     _rehearsed: list[Applied] = field(default_factory=list[Applied])
+    _others: int | None = None  # bytes that were alive beside the step when it was first planned
 
     def __call__(self, call: ExampleCall, *, draws: Sequence[tuple[Ambient, Any]] = (), **options: Any) -> Plan:
         """The plan for a call.
@@ -312,13 +313,37 @@ class _Planning:
         most = own - (prediction.switched.saved_bytes if prediction.switched else 0)
         asked = self.budget if self.budget.share is not None else read_budget(memory.limit or "fit")
         limit = bytes_meant(asked, lambda: least, most, step.free_bytes)
-        if least > limit:
+        if least > limit and asked.bytes is None:
             raise errors.BudgetError(no_plan_fits(limit.said, least, own, prediction.advice), least, floor)
-        if asked.share is not None:
-            from .memory.elastic import limit_above
+        if asked.said == "fit":
+            return
+        from .memory.elastic import alive_beside, limit_above
 
-            memory.limit = limit_above(memory, limit, step.held_bytes(), step.runs_on)
+        if self._others is None:
+            self._others = alive_beside(memory, step.held_bytes(), step.runs_on)
+        if asked.share is not None:
+            memory.limit = limit_above(memory, limit, self._others)
             self.budget = read_budget(limit)
+        elif limit_above(memory, least, self._others) > limit:
+            raise self._limit_too_small(floor, memory, limit)
+
+    def _limit_too_small(self, floor: Plan, memory: Elastic, limit: Limit) -> errors.BudgetError:
+        """The error for a limit of elastic regions that the plan, with what is alive beside it, is above."""
+        from .memory.elastic import limit_above
+
+        prediction, others = floor.prediction, self._others or 0
+        assert prediction is not None
+        least = prediction.peak_bytes
+        needed = limit_above(memory, least, others + others // 16)  # for what Python takes until the first step
+        if self.budget.bytes is None:
+            given, write = f"Elastic({as_budget(limit)!r})", f'Elastic("{enough(needed)}")'
+        else:
+            given, write = f"budget={self.budget.said}", f'budget="{enough(needed)}"'
+        if others:
+            text = limit_too_small(given, least, others, write)
+        else:
+            text = no_plan_fits(limit.said, least, prediction.plain_peak_bytes, prediction.advice)
+        return errors.BudgetError(text, needed, floor)
 
     @property
     def speaks(self) -> bool:

@@ -160,6 +160,35 @@ def test_a_share_is_of_the_step_whatever_else_is_alive(monkeypatch: pytest.Monke
     assert sum(row.kept for row in usual.handle.report().elastic.rows) > 0
 
 
+@pytest.mark.skipif(bool(missing()), reason=missing())
+@pytest.mark.parametrize("own", [False, True])
+def test_a_limit_that_only_the_step_alone_fits_under_is_refused_at_once(own: bool) -> None:
+    """In words of who wrote the limit, with bytes that are enough; the limit counts what is alive beside the step."""
+    need = floor().predicted_peak_bytes or 0
+    given = {"elastic": Elastic(2 * need)} if own else {"elastic": True, "budget": 2 * need}
+    with pytest.raises(BudgetError, match=r"^Elastic\('" if own else r"^budget=[0-9,]+ bytes") as caught:
+        Training().auto(**given)
+    assert caught.value.smallest > 2 * need
+    enough = Training().auto(elastic=True, budget=caught.value.smallest)
+    for _ in range(3):
+        enough.step()
+    assert (enough.handle.report().elastic.miss or 0) > 0
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_other_tensors_that_are_alive_are_part_of_the_limit() -> None:
+    """A limit between the step's and that with another tensor is refused; without the tensor it is enough."""
+    need = floor().predicted_peak_bytes or 0
+    with limited() as memory:
+        mine = Training()
+        before = memory.live() - sum(weight.nbytes for weight in mine.model.parameters())
+        limit, other = before + 2 * need, torch.zeros(need)
+        with pytest.raises(BudgetError, match="are alive beside this step"):
+            mine.auto(elastic=Elastic(limit, slack=0.0, meter=memory))
+        del other
+        mine.auto(elastic=Elastic(limit, slack=0.0, meter=memory)).step()
+
+
 def test_a_file_keeps_the_floor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The plan in the file is the one with the least peak, for any limit; regions become elastic as it is applied."""
     file = tmp_path / "plan.json"

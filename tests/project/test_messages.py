@@ -650,6 +650,12 @@ def emptied_of_another_call() -> None:
     recompute(lambda x: body(x.cos()).sin(), name="layer 3", elastic=script)(vector()).sum().backward()
 
 
+def elastic_beside_others(**options: Any) -> None:
+    """A limit that is enough for the step alone, and not with all else that is alive."""
+    with patch("torch_recompute.memory.elastic.meter_for", return_value=Said(9_000_000)):
+        auto(nn.Sequential(nn_linear(), nn.ReLU()), vector(), loss=torch.sum, **options)
+
+
 def elastic_in_a_graph() -> None:
     with patch("torch_recompute.engine.elastic.capturing", return_value=True):
         elastic_under(10_000, torch.sin)
@@ -1327,6 +1333,8 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: auto(nn_linear(), vector(), loss=torch.sum, elastic=True, sizes="all"),
     lambda: auto(nn_linear(), vector(), loss=torch.sum, sizes=[vector()]),
     lambda: auto(nn_linear(), vector(), loss=torch.sum, elastic=Elastic("1GiB"), budget="2GiB"),
+    lambda: elastic_beside_others(elastic=True, budget="1MiB"),
+    lambda: elastic_beside_others(elastic=Elastic("1MiB")),
     # an optimizer
     lambda: make_plan(nn_linear(), vector(), budget=0.4, optimizer="adamv"),
     lambda: make_plan(torch.nn.Sequential(Differentiates()), (vector(),), budget=0.4, loss=torch.sum),

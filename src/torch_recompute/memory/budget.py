@@ -197,6 +197,17 @@ def too_small(budget: str, smallest: int, own: int) -> str:
     )
 
 
+def limit_too_small(limit: str, least: int, others: int, write: str) -> str:
+    """Text for a limit of elastic regions that a step fits under only alone."""
+    return (
+        f"{limit} is too small: with elastic regions it is the limit of all that is alive on the device. The plan with "
+        f"the smallest peak needs {errors.size(least, up=True)}, and {errors.size(others)} are alive beside this step "
+        "(other tensors; on a CPU the whole heap, with Python and libraries).\n"
+        f"  Write {write} or more, or a share, which is of this step alone:  auto(..., budget=0.5, elastic=True). That "
+        "plan is .solution of this error, and the bytes that are enough are .smallest."
+    )
+
+
 def enough(smallest: int) -> str:
     """The least budget that is enough, as it can be written."""
     return errors.size(smallest, up=True).replace(" ", "")

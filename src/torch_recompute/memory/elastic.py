@@ -293,11 +293,15 @@ class Elastic:
             return functools.partial(ElasticCall, parts[name, what])
 
 
-def limit_above(memory: Elastic, nbytes: int, held: int, device: torch.device) -> int:
-    """The limit for a step of so many bytes, of which some are held already, above all else that is alive."""
+def alive_beside(memory: Elastic, held: int, device: torch.device) -> int:
+    """The bytes that are alive on a device beside those that a step holds."""
     pool = memory._pool  # pyright: ignore[reportPrivateUsage]
-    others = max(0, (pool.meter or meter_for(device)).live() - held)
-    return nbytes + math.ceil(others / (1 - pool.slack))
+    return max(0, (pool.meter or meter_for(device)).live() - held)
+
+
+def limit_above(memory: Elastic, nbytes: int, others: int) -> int:
+    """The limit for a step of so many bytes, above all else that is alive."""
+    return nbytes + math.ceil(others / (1 - memory._pool.slack))  # pyright: ignore[reportPrivateUsage]
 
 
 class Rehearsal(Elastic):
