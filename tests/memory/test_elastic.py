@@ -11,6 +11,7 @@ import gc
 import hashlib
 import itertools
 import types
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -26,6 +27,7 @@ from support.models import Gpt, ids_of
 from torch_recompute import ArgumentError, Elastic, no_recompute, recompute
 from torch_recompute.engine.region_call import Options
 from torch_recompute.memory.elastic import _Learned, _Pool
+from torch_recompute.memory.meter import HeapMeter
 from torch_recompute.region import call
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
@@ -440,6 +442,30 @@ def test_a_limit_below_the_heap_says_that_all_of_it_counts() -> None:
     """On a CPU the bytes alive are those of the process, which are far more than those of a small model."""
     with pytest.raises(ArgumentError, match=r"runs \(the whole heap: weights, gradients, optimizer, Python and librar"):
         recompute(torch.sin, elastic=Elastic("1KiB"))(torch.ones(2, requires_grad=True))
+
+
+def test_a_cpu_says_once_that_more_is_alive_than_the_limit() -> None:
+    """In the step in which it happens, also where all sizes are known; a new limit is watched again."""
+    layers = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(2)]
+    pool = Elastic("1TiB")
+    wrapped = [recompute(layer, elastic=pool) for layer in layers]
+
+    def steps() -> None:
+        for _ in range(3):
+            x = torch.ones(4000, 64)
+            for layer in wrapped:
+                x = layer(x)
+            x.sum().backward()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        steps()
+    for _ in range(2):
+        pool.limit = round((HeapMeter().live() + 2**21) / 0.95)
+        with pytest.warns(RuntimeWarning, match="above the limit of elastic regions. A CPU") as said:
+            steps()
+        assert len(said) == 1
+    assert (pool.report().miss or 0) < -(2**21)
 
 
 @pytest.mark.parametrize(

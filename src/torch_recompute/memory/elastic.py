@@ -27,6 +27,7 @@ import functools
 import math
 import threading
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
@@ -189,7 +190,8 @@ class Elastic:
 
     Args:
         limit: The most bytes alive at any time, weights and everything else included: bytes, "72GiB", or "fit" for
-            what the device has for this process when the first region is called. On CUDA the allocator is told as well
+            what the device has for this process when the first region is called. A CPU refuses nothing above it; a
+            warning says so once. On CUDA the allocator is told as well
             (`torch.cuda.set_per_process_memory_fraction`), until this object is gone: it refuses to reserve more, for
             the whole process. Set `PYTORCH_ALLOC_CONF=expandable_segments:True` in the environment: sizes that vary
             leave holes, and these count there.
@@ -334,6 +336,7 @@ class _Pool:
         # Of the stretch that runs: whose it is, which, the call's size, what was alive, and whether a lap is taken.
         self._stretch: tuple[_RegionMemory, str, int, int, bool] | None = None
         self._miss: tuple[int, str] | None = None
+        self._said = False  # that more was alive than the limit
 
     def report(self, parts: Iterable[_RegionMemory]) -> ElasticReport:
         """Reports on some regions."""
@@ -350,11 +353,12 @@ class _Pool:
         """Begins a stretch; room has been made for it.
 
         On the CPU a lap costs time, and must end before the user's code could start a profiler. So it is taken for
-        sizes that are not known yet, and what comes after a forward is known by its two ends.
+        sizes that are not known yet and where the limit is near; what comes after a forward is known by its two ends.
         """
-        meter = self._metered()
+        meter, needs = self._metered(), part.needs[kind]
         began = meter.live()  # before the lap, which takes some memory itself on the CPU
-        lap = not isinstance(meter, HeapMeter) or not (kind == AFTER or part.needs[kind].knows(size))
+        lap = kind != AFTER and not (needs.knows(size) and began + (needs.of(size) or 0) <= self.limit)
+        lap = lap or not isinstance(meter, HeapMeter)
         if lap:
             meter.reset_lap()
         self._stretch = part, kind, size, began, lap
@@ -375,6 +379,9 @@ class _Pool:
         left = self.limit - most
         if self._miss is None or left < self._miss[0]:
             self._miss = left, f"{part.name}, {kind}"
+        if left < 0 and not self._said and isinstance(self.meter, HeapMeter):
+            self._said = True
+            warnings.warn(_above(self.limit, most, f"{part.name}, {kind}"), RuntimeWarning, stacklevel=2)
 
     def taken(self) -> tuple[str, int, int]:
         """The stretch that runs, what was alive when it began, and what it has taken above that."""
@@ -447,7 +454,7 @@ class _Pool:
             live = self._metered().live()
             self._fence()
             self.limit = self.limit or live + memory_of(self.device)[0]
-            self.checked = True
+            self.checked, self._said = True, False
             if live > self.usable:
                 heap = isinstance(self.meter, HeapMeter)
                 what = f"{'the whole heap: ' * heap}weights, gradients, optimizer{', Python and libraries' * heap}"
@@ -482,6 +489,16 @@ class _Pool:
     def device(self) -> torch.device:
         """The device whose memory it is: the present CUDA device where CUDA is in use, else the CPU."""
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
+
+
+def _above(limit: int, most: int, where: str) -> str:
+    """Text for more alive on a CPU than the limit."""
+    return (
+        f"{errors.size(most)} are alive ({where}), {errors.size(most - limit)} above the limit of elastic regions. A "
+        "CPU refuses nothing by itself, and nothing was left to evict, or it was not known yet what this takes.\n"
+        "  Write a higher limit (at the end memory.report() says how much was missing), a larger slack, or a smaller "
+        "batch. (Said once for a limit.)"
+    )
 
 
 _fences: dict[torch.device, int] = {}
