@@ -9,10 +9,13 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch._ops import HigherOrderOperator
+from torch.distributed._functional_collectives import all_reduce
 from torch.nn.attention import flex_attention
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -546,3 +549,34 @@ def test_a_module_compiled_inside_an_uncompiled_region_runs_under_kept_calls(kin
     apply(modules, Plan((Choice(("0",), (kind,)), Choice(("1",), (kind,)))))
     for _ in range(2):
         assert equal(torch.autograd.grad(modules(x).sum(), [*modules.parameters()]), wanted)
+
+
+@pytest.fixture
+def one_of_two_ranks():
+    """A process group of two ranks, without the other one."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+class Reduced(Dropped):
+    """A layer that sums over ranks what it has made."""
+
+    def forward(self, x):
+        return all_reduce(super().forward(x).tanh(), "sum", dist.group.WORLD).cos()
+
+
+@pytest.mark.usefixtures("one_of_two_ranks")
+@pytest.mark.parametrize("keep", [("@product",), ("@collective", "@product"), ("@collective",)])
+def test_products_of_compiled_code_are_not_kept(keep):
+    """Inductor's code calls products with `out=`, and its kernels and collectives then write over these in place."""
+    torch.manual_seed(0)
+    layer, x = Around(), torch.randn(4, 8)
+    layer.inner = Reduced()
+    modules = nn.Sequential(layer, nn.Linear(8, 8)).eval()
+    layer.inner.compile()
+    wanted = torch.autograd.grad(modules(x).sum(), [*modules.parameters()])
+    apply(modules, Plan((Choice(("0", "1"), keep),)))
+    for _ in range(2):
+        got = torch.autograd.grad(modules(x).sum(), [*modules.parameters()])
+        assert all(map(torch.allclose, got, wanted))

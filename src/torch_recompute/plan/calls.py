@@ -124,13 +124,15 @@ class KeepCalls(TorchFunctionMode):
         if (torch.compiler.is_compiling() and not thread.untraced) or func not in self._awaited:
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
+        if "out" in kwargs:  # inductor's code writes over what it is given there, which no version shows
+            return func(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             with self:
                 return attention_in_parts(*args, **kwargs)
         kind = kind_of(func, args, kwargs, narrow="product" not in self._kinds)
         if kind in self._kinds or kind in self._unused:
             # A pure call takes no random numbers and changes nothing, as attention without dropout.
-            pure = func in PRODUCTS and func not in _declared and "out" not in kwargs
+            pure = func in PRODUCTS and func not in _declared
             if func is F.scaled_dot_product_attention:
                 pure = not (args[4] if len(args) > 4 else kwargs.get("dropout_p"))
             return keep(_name_of(func), func, args, kwargs, self._store, kind in self._unused, pure)
@@ -317,7 +319,7 @@ class Carry(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in ORDERED and "out" not in kwargs:
             return _ordered(func, args, kwargs)
-        if _decides(func, args, kwargs):
+        if "out" not in kwargs and _decides(func, args, kwargs):
             return _own(replay(func)(*args, **kwargs))
         return func(*args, **kwargs)
 
