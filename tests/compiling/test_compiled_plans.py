@@ -580,3 +580,19 @@ def test_products_of_compiled_code_are_not_kept(keep):
     for _ in range(2):
         got = torch.autograd.grad(modules(x).sum(), [*modules.parameters()])
         assert all(map(torch.allclose, got, wanted))
+
+
+@pytest.mark.usefixtures("one_of_two_ranks")
+@pytest.mark.parametrize("kind", ["@reduction", "@collective"])
+def test_a_module_compiled_inside_a_region_that_keeps_collectives_is_compiled(kind):
+    """Once; and what its graph as it is communicates is kept, too."""
+    torch.manual_seed(0)
+    layer, x, graphs = Around(), torch.randn(4, 8), []
+    layer.inner = Reduced()
+    modules = nn.Sequential(layer, nn.Linear(8, 8)).eval()
+    wanted = torch.autograd.grad(modules(x).sum(), [*modules.parameters()])
+    layer.inner.compile(backend=lambda graph, inputs: graphs.append(graph) or graph, fullgraph=True)
+    apply(modules, Plan((Choice(("0",), (kind,)), Choice(("1",), (kind,)))))
+    for _ in range(2):
+        assert equal(torch.autograd.grad(modules(x).sum(), [*modules.parameters()]), wanted)
+    assert len(graphs) == 1

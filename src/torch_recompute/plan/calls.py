@@ -148,6 +148,11 @@ class KeepCollectives(_torch.TorchDispatchMode):
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Lets a module that the user has compiled run compiled: its collectives are kept where its code calls them."""
+        return True
+
     def __init__(self, kinds: Iterable[str]) -> None:
         super().__init__()
         self._names: frozenset[str] = frozenset().union(*(COLLECTIVES[kind] for kind in kinds))
