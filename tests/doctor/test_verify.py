@@ -206,6 +206,12 @@ def test_keywords_and_nested_arguments() -> None:
         (lambda: verify(model(), 3, plan=Plan()), "takes the arguments of one call"),  # type: ignore[arg-type]
         (lambda: verify(model(), (), [1], plan=Plan()), "as a dict of names to values"),  # type: ignore[arg-type]
         (lambda: verify(model(), (batch(),), plan=Plan((Choice(("9",)),))), "has no module '9'"),
+        (
+            lambda: verify(model().requires_grad_(False), batch().detach(), plan=Plan()),
+            "requires grad, nor does the batch",
+        ),
+        (lambda: verify(model(), (batch(),), plan=Plan(), loss=lambda out: out.detach().sum()), "that requires none"),
+        (lambda: verify(model(), (batch(),), plan=Plan(), loss=lambda out: out), "with one element that requires grad"),
     ],
 )
 def test_misuse(call: Callable[[], object], message: str) -> None:

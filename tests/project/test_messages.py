@@ -82,6 +82,7 @@ from torch_recompute import (
     solve,
     state,
     testing,
+    verify,
 )
 from torch_recompute.commands import bench, cli, demo, models, output
 from torch_recompute.commands import plan as plan_command
@@ -1322,6 +1323,8 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: audit(nn_linear(), (vector(), vector())),
     lambda: simulate(nn_linear(), {"input": vector(), "labels": vector()}),
     lambda: simulate(nn_linear(), {"inputs": vector()}),
+    lambda: verify(nn_linear().requires_grad_(False), torch.ones(3), plan=Plan((Choice(("",)),))),
+    lambda: verify(nn_linear(), vector(), plan=Plan((Choice(("",)),)), loss=lambda out: out.detach().sum()),
     lambda: make_plan(nn_linear(), budget=0.4),
     lambda: simulate(nn_linear(), DataLoader([vector()])),
     lambda: simulate(nn_linear(), {"input": [[1, 2], [3, 4]]}),

@@ -18,18 +18,19 @@ import random
 import statistics
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
-from .. import _torch
+from .. import _torch, errors
 from .._torch.fakes import is_sharded
 from ..engine.captures import Captures
 from ..engine.mismatch import digest
 from ..memory.saved import CallState, module_names
+from ..simulation.training_step import check_loss
 from ..state import DEFAULT, NumpyRng, PythonRng
 from ..state.observer import observing
 
@@ -231,6 +232,8 @@ class ModelCall:
                         handles.append(leaf.register_post_accumulate_grad_hook(noting(name)))
                 output = self.model(*args, **kwargs)
                 value = loss(output)
+                if needs_grad:
+                    self._check(value, leaves)
                 outputs = {**_outputs(output), "the loss": value.detach()}
                 del output
                 if needs_grad or value.requires_grad:
@@ -242,6 +245,16 @@ class ModelCall:
                 handle.remove()
             for name, leaf in self._leaves.items():
                 leaf.grad = before[name]
+
+    def _check(self, value: Any, leaves: Mapping[str, torch.Tensor]) -> None:
+        """Refuses a step that has no gradients to compare."""
+        if not leaves and not (isinstance(value, torch.Tensor) and value.requires_grad):
+            raise errors.ArgumentError(
+                f"no parameter of {getattr(self.model, '__name__', type(self.model).__name__)} requires grad, nor does "
+                "the batch: nothing is trained, and there are no gradients to compare.\n"
+                "  Unfreeze what is to be trained: model.requires_grad_(), or the adapters alone."
+            )
+        check_loss(value)
 
     def _result(self, outputs: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor | None]) -> StepResult:
         """Returns the outputs and gradients of a step, and the buffers and generators as they are now."""

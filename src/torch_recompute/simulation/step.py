@@ -65,7 +65,7 @@ from .fake_mode import FakeMode
 from .fully_sharded import shard
 from .recording import SHARDING, Recording, Unknown, Watch, uncounted
 from .result import Moment, Simulation
-from .training_step import MakeOptimizer, TrainingStep, loss_in
+from .training_step import MakeOptimizer, TrainingStep, check_loss, loss_in
 
 Prepare = Callable[[nn.Module], object] | None
 _WORTH_ADVICE = 0.1
@@ -251,7 +251,7 @@ def _loss_of_copy(
             "  Let the model return its input too, and take it from there:  loss=lambda out: penalty(*out), where the "
             "forward returns (y, x) and penalty calls torch.autograd.grad(y.sum(), x, create_graph=True)."
         ) from error
-    _check(value)
+    check_loss(value)
     return value, name
 
 
@@ -651,15 +651,6 @@ class _StepFigures:
             advice=" ".join(filter(None, [_advise(wide, width, peak.live_bytes), self._seen.doubled])),
             loop=loop,
             host_bytes=max(part.on(APART).peak_bytes for part in self._parts),
-        )
-
-
-def _check(value: object) -> None:
-    """Refuses what backward cannot start from."""
-    if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:
-        raise errors.ArgumentError(
-            f"the loss must be a tensor with one element that requires grad, but is {errors.say(value)}\n"
-            "  Say how it is computed:  loss=lambda out: F.cross_entropy(out.logits.flatten(0, -2), labels.flatten())"
         )
 
 

@@ -280,6 +280,16 @@ def _is_scalar(tensor: torch.Tensor) -> bool:
     return tensor.numel() == 1 and tensor.dtype.is_floating_point and trains
 
 
+def check_loss(value: object) -> None:
+    """Refuses what backward cannot start from."""
+    if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:
+        without = " that requires none" if isinstance(value, torch.Tensor) and not value.requires_grad else ""
+        raise errors.ArgumentError(
+            f"the loss must be a tensor with one element that requires grad, but is {errors.say(value)}{without}\n"
+            "  Say how it is computed:  loss=lambda out: F.cross_entropy(out.logits.flatten(0, -2), labels.flatten())"
+        )
+
+
 # --- optimizers ---
 
 
