@@ -1561,6 +1561,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: plans("gpt2", "--budget", "500MiB"),
     lambda: plans("gpt2", "--budget", "400MiB", "--pp", "2"),
     lambda: plans("gpt2", "--budget", "1GiB", "--ep", "2", "--fsdp", "2"),
+    lambda: plans("gpt2", "--budget", "1GiB", "--ep", "2"),
     lambda: plans("gpt2", "--budget", "1GiB", "--cp-kind", "ring"),
     lambda: Ranks(dp=4, ep=4, imbalance=0.5),
     lambda: on_ranks(Ranks(dp=4, ep=4, zero=0)),

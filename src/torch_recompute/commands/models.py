@@ -852,11 +852,17 @@ def ranks_of(args: argparse.Namespace) -> Ranks:
     names = [field.name for field in fields(Ranks)]
     given: dict[str, Any] = {name: value for name in names if (value := getattr(args, name, None)) is not None}
     reshard = getattr(args, "reshard_after_forward", None)
-    if reshard is not None and Ranks(**given).fully_sharded:
-        given["zero"] = 2 if reshard == "no" else 3
-    elif reshard == "no":
-        raise errors.ArgumentError(errors.goes_with("--reshard-after-forward", "--fsdp"))
-    return Ranks(**given)
+    try:
+        if reshard is not None and Ranks(**given).fully_sharded:
+            given["zero"] = 2 if reshard == "no" else 3
+        elif reshard == "no":
+            raise errors.ArgumentError(errors.goes_with("--reshard-after-forward", "--fsdp"))
+        return Ranks(**given)
+    except errors.ArgumentError:
+        ep = given.get("ep", 1)
+        if ep > 1:  # a model without experts is the first to be named
+            shared_experts(load(args.model)[0], Ranks(dp=ep, ep=ep))
+        raise
 
 
 def mixed_precision(model: nn.Module, args: argparse.Namespace, ranks: Ranks) -> Ranks:
