@@ -90,8 +90,9 @@ WINGS = {
     "around": {"compat", "distributed", "integrations", "doctor", "testing", "__init__"},
     "commands": {"commands", "report", "__main__"},
 }
-MOST_CODE_LINES = {"core": 6_940, "planning": 18_956, "around": 4_547, "commands": 4_406, "tests": 41_242}
-MOST_FILES, MOST_LONG_FUNCTIONS, LONGEST_FUNCTION, MOST_NAMES_TWICE = 180, 5, 50, 4
+MOST_CODE_LINES = {"core": 7_000, "planning": 19_057, "around": 4_553, "commands": 4_411, "tests": 41_772}
+MOST_FILES, MOST_LONG_FUNCTIONS, LONGEST_FUNCTION, MOST_NAMES_TWICE = 179, 5, 50, 4
+FIRST_SCREEN = 21  # files and folders that the package begins with
 LONG_FUNCTION = 40  # lines without the docstring
 
 # Names in docstrings that are others': of libraries that are not imported where they are named, of kernels, of models.
@@ -432,6 +433,7 @@ def test_no_wing_grows() -> None:
     counted["tests"] = sum(code_lines(path.read_text(encoding="utf-8")) for path in TESTS.rglob("*.py"))
     assert {wing: lines for wing, lines in counted.items() if lines > MOST_CODE_LINES[wing]} == {}
     assert len(modules) <= MOST_FILES
+    assert len({module.path.partition("/")[0] for module in modules}) <= FIRST_SCREEN
 
 
 def test_a_rise_is_named_in_a_design_note() -> None:

@@ -168,9 +168,8 @@ class Replay(Run):
 
     @tracing.as_it_is
     def _module_ends(self, module: torch.nn.Module, *_: Any) -> None:
-        if (
-            thread.run is self and module._forward_hooks
-        ):  # of another, torch calls this only where others follow modules
+        # Of a module without hooks torch calls this only where others follow modules, and a replay is the same there.
+        if thread.run is self and vars(module).get("_forward_hooks"):
             raise Stop(self)
 
     @tracing.as_it_is
