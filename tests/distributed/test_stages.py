@@ -10,23 +10,29 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.torch_version import TorchVersion
 
 from distributed.pipelines import SCHEDULES
 from distributed.ranks import Ranks
 from distributed.staged import (
     LAYERS,
+    MICROBATCHES,
+    ROWS,
+    WIDTH,
     Part,
     language_model,
     of_biases,
     of_trained,
+    planner,
     plans_for,
     trained,
     trained_from_files,
 )
-from torch_recompute import Plan, StagePlans
+from torch_recompute import Plan, StagePlans, Stages
 from torch_recompute.commands import cli
 from torch_recompute.distributed import agree_on
+from torch_recompute.planner.pipeline import plan_stages
 
 
 @pytest.mark.usefixtures("free_launches_here")
@@ -61,6 +67,19 @@ def test_the_peak_where_a_part_is_trained(ranks: Any, case: str) -> None:
     for rank in ranks.run(trained, schedule, plans_for(schedule, 0.3, part=part), part):
         assert rank["equal"]
         assert (rank["peak"], rank["plain"][0]) == (rank["predicted"], rank["plain"][1])
+
+
+def test_a_torch_that_sends_every_gradient_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before torch 2.13 a stage that trains nothing has buffers for the gradients of all that it sends."""
+    peaks: list[int] = []
+    monkeypatch.setattr(_PipelineStageBase, "_get_grad_send_meta", None, raising=False)
+    for there in (True, False):
+        if not there:
+            monkeypatch.delattr(_PipelineStageBase, "_get_grad_send_meta")
+        step = planner.__wrapped__(LAYERS, Part(LAYERS // 2, of_trained)).step
+        step.model.there = there  # of a model with equal attributes the runs would be found again
+        peaks.append(plan_stages(step, Stages("1F1B", 2, MICROBATCHES), 0.3)[0].prediction.peak_bytes)
+    assert peaks[1] - peaks[0] == MICROBATCHES * ROWS * WIDTH * 4
 
 
 @pytest.mark.parametrize(("count", "chunks", "of"), [(2, 3, 7), (4, 3, 14)])

@@ -74,6 +74,13 @@ def detach_outputs(outputs: Iterable[torch.Tensor]) -> None:
             output.detach_()
 
 
+def every_input_has_a_gradient() -> bool:
+    """Whether a stage sends back a gradient of whatever it has received, as torch's do that have no metadata of it."""
+    from torch.distributed.pipelining.stage import PipelineStage
+
+    return not hasattr(PipelineStage, "_get_grad_send_meta")
+
+
 def backward_for_inputs(
     outputs: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor] | None,

@@ -25,7 +25,7 @@ from torch import nn
 
 from .. import _torch
 from .._torch.fakes import FakeTensorMode
-from .._torch.ranks import backward_for_inputs, backward_for_weights, detach_outputs
+from .._torch.ranks import backward_for_inputs, backward_for_weights, detach_outputs, every_input_has_a_gradient
 from ..memory.ledger import ACTIVATIONS, CATEGORIES, OTHER, Block, Entry, Place, largest, storages
 from ..memory.measurement import weights_of
 from ..memory.operations import ModuleStack, Operation, Storages
@@ -351,7 +351,7 @@ class _Microbatches:
         )
         mine = self._mine()
         received = [] if self._is_first else of.layers[self._start].inputs
-        back = of.bytes_of(x for x in received if x.requires_grad)
+        back = of.bytes_of(x for x in received if x.requires_grad or every_input_has_a_gradient())
         # One that releases has no buffers for what it sends and receives, nor for the batch.
         there = self._batch_bytes(), of.bytes_of(received), self._sent_bytes, self._returned_bytes, back
         buffers = (0,) * len(there) if of.release else there
@@ -413,6 +413,8 @@ class _Microbatches:
         of = self._of
         level, start, self._began = self._live, len(self._timeline), self._recording.events
         self._given = [] if self._is_first else [_like(x) for x in of.layers[self._start].inputs]
+        if every_input_has_a_gradient():
+            self._given = [x.requires_grad_() for x in self._given]
         if of.release:
             self._recording.track(*self._given)
         self._forward()
@@ -433,6 +435,8 @@ class _Microbatches:
         of.modules.step, self._recording.counting = "backward", of.release
         gradients = [torch.empty_strided(*shape, dtype=dtype, device=of.device) for *shape, dtype in like] or None
         half, self._returned_bytes = 0, of.bytes_of(gradients or ())
+        if every_input_has_a_gradient():  # the next stage's, be they wanted or not
+            self._returned_bytes = self._sent_bytes
         self._recording.counting = True
         start = len(self._timeline)
         if self._halves:
@@ -643,6 +647,8 @@ class _ShardedMicrobatches(_Microbatches):
         of, level, start = self._of, self._live, len(self._timeline)
         held = of.bytes_of(self._sharded.held)
         self._given = [] if self._is_first else [_like(x) for x in of.layers[self._start].inputs]
+        if every_input_has_a_gradient():
+            self._given = [x.requires_grad_() for x in self._given]
         self._forward()
         self._note(FORWARD, True, start, level)
         for had in (False, True):
