@@ -351,9 +351,11 @@ class _Microbatches:
         )
         mine = self._mine()
         received = [] if self._is_first else of.layers[self._start].inputs
-        back = of.bytes_of(x for x in received if x.requires_grad or every_input_has_a_gradient())
+        asked = every_input_has_a_gradient()  # this stage's, and the next one's
+        back = of.bytes_of(x for x in received if x.requires_grad or asked)
+        returned = self._sent_bytes if asked else self._returned_bytes
         # One that releases has no buffers for what it sends and receives, nor for the batch.
-        there = self._batch_bytes(), of.bytes_of(received), self._sent_bytes, self._returned_bytes, back
+        there = self._batch_bytes(), of.bytes_of(received), self._sent_bytes, returned, back
         buffers = (0,) * len(there) if of.release else there
         figures = StageBytes(
             static_bytes=of.bytes_of(mine.values()),
@@ -413,8 +415,6 @@ class _Microbatches:
         of = self._of
         level, start, self._began = self._live, len(self._timeline), self._recording.events
         self._given = [] if self._is_first else [_like(x) for x in of.layers[self._start].inputs]
-        if every_input_has_a_gradient():
-            self._given = [x.requires_grad_() for x in self._given]
         if of.release:
             self._recording.track(*self._given)
         self._forward()
@@ -435,8 +435,6 @@ class _Microbatches:
         of.modules.step, self._recording.counting = "backward", of.release
         gradients = [torch.empty_strided(*shape, dtype=dtype, device=of.device) for *shape, dtype in like] or None
         half, self._returned_bytes = 0, of.bytes_of(gradients or ())
-        if every_input_has_a_gradient():  # the next stage's, be they wanted or not
-            self._returned_bytes = self._sent_bytes
         self._recording.counting = True
         start = len(self._timeline)
         if self._halves:
@@ -647,8 +645,6 @@ class _ShardedMicrobatches(_Microbatches):
         of, level, start = self._of, self._live, len(self._timeline)
         held = of.bytes_of(self._sharded.held)
         self._given = [] if self._is_first else [_like(x) for x in of.layers[self._start].inputs]
-        if every_input_has_a_gradient():
-            self._given = [x.requires_grad_() for x in self._given]
         self._forward()
         self._note(FORWARD, True, start, level)
         for had in (False, True):
@@ -715,4 +711,5 @@ def _tensors(result: Any) -> list[torch.Tensor]:
 
 
 def _like(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device, requires_grad=x.requires_grad)
+    grad = x.requires_grad or every_input_has_a_gradient()
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device, requires_grad=grad)
