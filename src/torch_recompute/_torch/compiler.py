@@ -69,8 +69,7 @@ def uncompiled(model: Any) -> AbstractContextManager[Any]:
 
     The compiler leaves code that it first sees under a dispatch mode uncompiled for the rest of the process.
     """
-    compiled = isinstance(model, torch.nn.Module) and any_compiled(model)
-    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+    return all_uncompiled() if isinstance(model, torch.nn.Module) and any_compiled(model) else nullcontext()
 
 
 def all_uncompiled() -> AbstractContextManager[Any]:

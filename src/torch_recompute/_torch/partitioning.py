@@ -113,16 +113,19 @@ def read_copies_of_written(graph: fx.Graph) -> None:
 
 
 _COPY: Any = torch.ops.aten.lift_fresh_copy.default  # of `clone` inductor's passes over a joint graph leave nothing
-_WRITE: Any = torch.ops.aten.copy_.default
 
 
 def _is_written(node: fx.Node) -> bool:
-    return node.op == "placeholder" and any(user.target is _WRITE and user.args[0] is node for user in node.users)
+    return node.op == "placeholder" and any(_writes(user, node) for user in node.users)
+
+
+def _writes(user: fx.Node, buffer: fx.Node) -> bool:
+    return user.target is torch.ops.aten.copy_.default and user.args[0] is buffer
 
 
 def _stays(user: fx.Node, buffer: fx.Node) -> bool:
     """Whether an operation is the copy of a buffer, or the write to it."""
-    return user.target is _COPY or (user.target is _WRITE and user.args[0] is buffer)
+    return user.target is _COPY or _writes(user, buffer)
 
 
 def may_run_again(node: fx.Node) -> bool:

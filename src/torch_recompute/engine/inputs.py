@@ -128,14 +128,14 @@ class Inputs:
         return self._storages
 
     def settle(self) -> None:
-        """After the forward: lets go of the tensors themselves, of which a store has copies."""
+        """After the forward: drops the tensors themselves, of which a store has copies."""
         for n, tensor in enumerate(self.given):
             if tensor._version != self._versions[n]:
                 self._spoiled = n, tensor._version
         self.given = ()
 
     def forget(self) -> None:
-        """Lets go of everything: there will be no replay."""
+        """Drops everything: there will be no replay."""
         self._held, self._call.leaves, self._attributes = [], [], {}
 
     def open(
@@ -206,7 +206,7 @@ class DeferredInput:
         self._slot: Slot | None = None
 
     def give(self, slot: Slot | None) -> None:
-        """Lets go of the tensor, which from now on comes out of the slot; without one it is kept."""
+        """Drops the tensor, which from now on comes out of the slot; without one it is kept."""
         if slot is not None:
             self.tensor, self._slot = None, slot
 

@@ -362,7 +362,7 @@ class ReplayState:
             raise
 
     def forget(self) -> None:
-        """After a forward that has failed: lets go of everything."""
+        """After a forward that has failed: drops everything."""
         self._cpu = None
         self._consumed = ()
         self.reached = None
