@@ -652,6 +652,32 @@ def test_measurements_on_two_threads() -> None:
     assert peaks == {1000: 8000, 3000: 24000}
 
 
+def test_measurements_that_overlap_leave_the_compiler_as_it_was() -> None:
+    """Of two threads' measurements the one that began first ends first; the compiler is off while one of them lasts."""
+    begun, ended, frames = threading.Event(), threading.Event(), list[int]()
+
+    def other() -> None:
+        with measure():
+            begun.set()
+            ended.wait()
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        frames.append(1)
+        return graph.forward
+
+    run = torch.compile(lambda x: x.sin(), backend=backend)
+    thread = threading.Thread(target=other)
+    with measure():
+        thread.start()
+        begun.wait()
+    run(torch.ones(4))
+    compiled_within = len(frames)
+    ended.set()
+    thread.join()
+    run(torch.ones(4))
+    assert (compiled_within, len(frames)) == (0, 1)
+
+
 # --- nothing stays ----------------------------------------------------------------------------------------------------
 
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from typing import Any
 
@@ -72,10 +73,25 @@ def uncompiled(model: Any) -> AbstractContextManager[Any]:
     return all_uncompiled() if isinstance(model, torch.nn.Module) and any_compiled(model) else nullcontext()
 
 
-def all_uncompiled() -> AbstractContextManager[Any]:
-    """A context in which all that is to be compiled runs as it is; see `uncompiled`."""
-    loaded = "torch._dynamo" in sys.modules  # by the first torch.compile, and slow to import
-    return torch.compiler.set_stance("force_eager") if loaded else nullcontext()
+_open: list[Any] = []  # for each block of this process that is open, what sets the compiler's stance for all of them
+_opening = threading.Lock()
+
+
+@contextmanager
+def all_uncompiled() -> Generator[None]:
+    """A context in which all that is to be compiled runs as it is; see `uncompiled`. Two threads' may overlap."""
+    if "torch._dynamo" not in sys.modules:  # loaded by the first torch.compile, and slow to import
+        yield
+        return
+    with _opening:
+        _open.append(_open[0] if _open else torch.compiler.set_stance("force_eager"))
+    try:
+        yield
+    finally:
+        with _opening:
+            stance = _open.pop()
+            if not _open:
+                stance.__exit__(None, None, None)
 
 
 def calls_compiled() -> bool:
