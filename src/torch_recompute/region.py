@@ -191,7 +191,8 @@ def recompute(
             return call(options, fn, args, kwargs)
         return run(options, fn, args, kwargs)
 
-    return named_as(fn, region)
+    again = functools.partial(recompute, name=name, inputs=inputs, state=state, check=check, early_stop=early_stop)
+    return named_as(fn, region, functools.partial(again, tiles=tiles, tile_dim=tile_dim, elastic=elastic))
 
 
 @tracing.within_caller
@@ -372,7 +373,8 @@ def no_recompute(
                 return instead(*args, **kwargs)
         return keep(label, fn, args, kwargs, store, values_unused)
 
-    return named_as(fn, saved_call)
+    again = functools.partial(no_recompute, name=name, store=store, values_unused=values_unused)
+    return named_as(fn, saved_call, again)
 
 
 @tracing.as_it_is

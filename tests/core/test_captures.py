@@ -1,7 +1,9 @@
 """The closure scan: tensors, modules and generators that a function reaches, and the function over fresh cells."""
 
+import copy
 import functools
 import gc
+import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +14,7 @@ from torch import nn
 
 from laws.watch import vector
 from support.models import Made
-from torch_recompute import ChangedError, no_recompute, recompute
+from torch_recompute import ChangedError, no_recompute, recompute, replay
 from torch_recompute.engine import captures
 from torch_recompute.engine.captures import reach, rebuild
 
@@ -471,3 +473,49 @@ def test_a_scan_keeps_no_module() -> None:
     gc.collect()
     assert gone() is None
     assert key not in captures._scans
+
+
+# --- wrappers that a model holds ---
+
+
+class Wrapping(Model):
+    """Holds a region of one layer, one of a method, a saved call and a choice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.region, self.of_method = recompute(self.first, name="first"), recompute(self.part)
+        self.kept, self.chosen = no_recompute(self.second), replay(self.choose)
+
+    def choose(self, x: torch.Tensor) -> torch.Tensor:
+        return x > self.first.bias
+
+    def both(self, x: torch.Tensor) -> torch.Tensor:
+        return self.kept(self.region(x).sin() * self.of_method(x)).tanh() * self.chosen(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return recompute(self.both)(x)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+def test_a_copy_of_a_model_has_wrappers_of_its_own(copied: Callable[[Wrapping], Wrapping]) -> None:
+    """What a model has wrapped in its constructor runs the copy's layers in a copy, and trains those alone."""
+    model, x = Wrapping(), torch.randn(2, 3)
+    twin = copied(model)
+    with torch.no_grad():
+        twin.first.weight.add_(1)
+    expected = twin.second(twin.first(x).sin() * twin.first(x)).tanh() * (x > twin.first.bias)
+    result = twin(x)
+    assert torch.equal(result, expected)
+    found = torch.autograd.grad(result.sum(), twin.parameters())
+    assert all(map(torch.equal, found, torch.autograd.grad(expected.sum(), twin.parameters())))
+
+
+def test_the_layer_of_a_wrapper_is_watched() -> None:
+    """A region that calls another wrapper sees a change of the layer in that."""
+    layer, x = nn.Linear(3, 3), torch.randn(2, 3, requires_grad=True)
+    inner = no_recompute(layer)
+    result = recompute(lambda x: inner(x.sin()).cos())(x)
+    with torch.no_grad():
+        layer.weight.add_(1)
+    with pytest.raises(ChangedError, match="weight"):
+        result.sum().backward()

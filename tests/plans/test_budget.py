@@ -3,7 +3,7 @@
 import pytest
 
 from torch_recompute.errors import ArgumentError
-from torch_recompute.memory.budget import Budget, Limit, read_budget
+from torch_recompute.memory.budget import Budget, Limit, as_budget, read_budget
 
 WRITTEN = [
     (25769803776, Budget(bytes=24 * 2**30)),
@@ -33,6 +33,12 @@ WRONG = ["", "much", "24G", "24 GiBs", "-3GiB", "0GiB", "1.5", "100%", -1, True,
 def test_a_budget_is_read_as_it_is_written(written: object, meant: Budget) -> None:
     """Bytes, texts with units, shares and "fit" are read exactly."""
     assert read_budget(written) == meant
+
+
+@pytest.mark.parametrize("text", ["1.00MiB", "24.00GiB", "1.50KiB", "10.25MiB", "1023B", "1536.00KiB"])
+def test_a_budget_is_written_in_the_unit_that_people_use(text: str) -> None:
+    """Whole units are written in that unit; a few of it and a part in the smaller one, which loses less."""
+    assert as_budget(read_budget(text).bytes or 0) == text
 
 
 def test_a_budget_may_be_an_integer_of_numpy() -> None:

@@ -25,13 +25,12 @@ from functools import reduce
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import nn
 
 from .. import _torch, errors
-from ..compiling.layers import CompiledLayers, compile_layers
 from ..errors.text import close_to
 from ..memory.batch import ExampleCall, call_of
 from ..memory.budget import Limit
@@ -58,6 +57,9 @@ from ..simulation.training_step import (
     with_labels,
 )
 from .adapters import ALL, BASES, Lora, adapted
+
+if TYPE_CHECKING:
+    from ..compiling.layers import CompiledLayers
 
 DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PRESETS: Mapping[str, dict[str, Any]] = json.loads((files(__package__ or "") / "presets.json").read_text("utf-8"))
@@ -87,7 +89,7 @@ RANK_KINDS: Mapping[str, type] = {
 }
 """The other options of ranks."""
 LAYERS = ("eager", "fused", "compiled")
-HowLayersRun = FusedLayers | CompiledLayers | None
+HowLayersRun: TypeAlias = "FusedLayers | CompiledLayers | None"
 IS_HOST = "its memory is host memory already"
 LAYER_WORDS = (
     "how layers run: eager, as they are written (the default); compiled, one by one, by torch.compile; or fused, with "
@@ -166,6 +168,8 @@ def run_as(model: nn.Module, layers: str | None, ranks: Ranks) -> HowLayersRun:
             f"{' or '.join(f'fused+{word}' for word in OPTIONS)}.{close_to(unknown, [*LAYERS, *OPTIONS], 1)}"
         )
     if how == "compiled":
+        from ..compiling.layers import compile_layers  # loads torch's compiler, which no other layers need
+
         return compile_layers(model, ranks)
     return fuse(model, options, f"--layers {layers}") if how == "fused" else None
 
@@ -200,7 +204,7 @@ def _two_speeds(word: str) -> tuple[float, float]:
 
 def check_regions(layers: HowLayersRun, plans: Mapping[str, Plan]) -> None:
     """Refuses configurations, by name, that layers cannot have as they run."""
-    if isinstance(layers, CompiledLayers):
+    if layers is not None and not isinstance(layers, FusedLayers):
         layers.check(plans)
 
 

@@ -13,6 +13,7 @@ at least the noise that is usual in this step.
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import statistics
@@ -419,7 +420,7 @@ class SideEffects:
     def _look(self, label: str, value: Any, depth: int) -> None:
         if depth > DEPTH or id(value) in self._seen or isinstance(value, (*_PLAIN, torch.Tensor, nn.Module)):
             return
-        if isinstance(value, (types.FunctionType, types.MethodType)):
+        if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
             self._function(value)
         elif isinstance(value, (list, dict, set, tuple)) or _is_plain_object(value):
             self._seen[id(value)] = value

@@ -180,10 +180,6 @@ def undo(kept: Iterable[Undo]) -> None:
         fn(*args)
 
 
-def _has_entries(value: Any) -> bool:
-    return isinstance(value, CONTAINERS) or is_config(value)
-
-
 class Aside(NamedTuple):
     """A value that a module held, its tensors without their history, which might come to lead back to the region.
 
@@ -494,7 +490,7 @@ class _Scan:
             label = f"attribute '{key}' of {type(module).__name__}"
             if isinstance(value, torch.Tensor):
                 self.tensors.append(place)
-            inner = id(module) not in inside and _has_entries(value)
+            inner = id(module) not in inside and (isinstance(value, CONTAINERS) or is_config(value))
             if inner or isinstance(value, (torch.Tensor, torch.Generator)):
                 self.holds.append((place, label))
 
@@ -662,7 +658,7 @@ class Captures:
                 self.others.append((name, value))
         elif type(value) is torch.Generator:
             self.generators.append(value)
-        elif type(value) in _FOLLOWED and id(value) not in seen:
+        elif (type(value) in _FOLLOWED or isinstance(value, functools.partial)) and id(value) not in seen:
             seen[id(value)] = value
             if type(value) is types.MethodType and not isinstance(value.__self__, torch.nn.Module):
                 self._object(value.__self__, seen)
@@ -705,7 +701,7 @@ def parameters_of(modules: Sequence[torch.nn.Module], whole: int) -> Iterator[Ca
                 yield Captured("parameter", name, type(module), parameter, i < whole, module.training)
 
 
-_FOLLOWED = frozenset({list, tuple, dict, types.FunctionType, types.MethodType, functools.partial})
+_FOLLOWED = frozenset({list, tuple, dict, types.FunctionType, types.MethodType})
 
 
 def _parts(value: Any) -> Iterator[Any]:

@@ -676,7 +676,8 @@ class RegionCall(Run):
 
     def end(self, kept: bool, split: bool) -> None:
         """Empties every slot at the end of a backward call, unless it was a half and left some to the other."""
-        if kept and (not self.transient or (split and any(_is_full(ref()) for ref in self.slots))):
+        full = (isinstance(getattr(ref(), "tensor", None), torch.Tensor) for ref in self.slots)
+        if kept and (not self.transient or (split and any(full))):
             return
         self.release()
 
@@ -699,10 +700,6 @@ def calls_in(record: CallRecord | None) -> Iterator[SavedCall]:
         yield from (entry for entry in record.records if isinstance(entry, SavedCall))
         for _, child in record.children:
             yield from calls_in(child)
-
-
-def _is_full(slot: Slot | None) -> bool:
-    return slot is not None and isinstance(slot.tensor, torch.Tensor)
 
 
 def _within(context: contextlib.AbstractContextManager[Any], fn: Callable[..., Any]) -> Callable[..., Any]:

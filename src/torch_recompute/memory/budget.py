@@ -166,7 +166,7 @@ def bytes_meant(budget: object, least: Callable[[], int], most: int, free: Calla
 def as_budget(count: int) -> str:
     """A budget as it is written: rounded down, so that it is not more than was meant."""
     for unit, name in errors.UNITS:
-        if count >= 10 * unit or (count >= unit and name == "KiB"):
+        if count >= 10 * unit or (count >= unit and (name == "KiB" or count % unit == 0)):
             return f"{count * 100 // unit / 100:.2f}{name}"
     return f"{count}B"
 

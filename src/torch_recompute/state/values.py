@@ -18,7 +18,7 @@ import functools
 import threading
 import types
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -117,9 +117,7 @@ class Run:
 
     def moment(self) -> tuple[int, int, int]:
         """Counts the tensors saved, the saved calls and choices made, and the nested regions entered."""
-        record = self.record
-        if record is None:
-            return self.saved(), 0, 0
+        record = self.record or CallRecord()
         return self.saved(), len(record.records), len(record.children)
 
     def skip(self, saved: int, records: int, children: int) -> bool:
@@ -321,21 +319,18 @@ def get_recompute_data(key: Hashable = None) -> tuple[Any, ...]:
     )
 
 
-class ReplayedValue:
+class ReplayedValue(NamedTuple):
     """The record of one `replay` call."""
 
-    __slots__ = ("_after", "_values", "name")
-
-    def __init__(self, name: str, values: Values, after: list[tuple[Ambient, Any]]) -> None:
-        self.name = name
-        self._values = values
-        self._after = after
+    name: str
+    values: Values
+    after: list[tuple[Ambient, Any]]
 
     def result(self, region: str) -> Any:
         """Returns the result of the choice; random numbers that it drew are skipped."""
-        for ambient, value in self._after:
+        for ambient, value in self.after:
             ambient.restore(value)
-        return self._values.get(region)
+        return self.values.get(region)
 
 
 def kept_in_graph(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -360,9 +355,25 @@ def name_of(fn: Any) -> str:
     return str(getattr(fn, "__name__" if short else "__qualname__", None) or type(fn).__qualname__)
 
 
-def named_as(fn: Callable[..., Any], wrapper: Callable[P, R]) -> Callable[P, R]:
-    """Gives a wrapper the name and the signature of `fn`; not while Dynamo traces, which can set no attribute of it."""
-    return wrapper if torch.compiler.is_compiling() else functools.wraps(fn, updated=())(wrapper)
+class Wrapper(functools.partial[Any]):
+    """The wrapper of a module, or of a method of one; in a copy of a model it wraps the copy's, also after `pickle`."""
+
+    def __reduce__(self) -> Any:
+        return vars(self)["again"], (vars(self)["__wrapped__"],)
+
+
+def named_as(fn: Callable[..., Any], wrapper: Callable[P, R], again: Callable[[Any], Any]) -> Callable[P, R]:
+    """Gives a wrapper the name and the signature of `fn`; not while Dynamo traces, which can set no attribute of it.
+
+    `again` wraps what is in the place of `fn` in a copy of a model.
+    """
+    if torch.compiler.is_compiling():
+        return wrapper
+    given: Any = wrapper
+    if type(fn) is not types.FunctionType:
+        given = Wrapper(wrapper)
+        given.__name__, given.again = wrapper.__name__, again
+    return functools.wraps(fn, updated=())(given)
 
 
 @tracing.as_it_is
@@ -427,7 +438,7 @@ def replay(fn: Callable[P, R]) -> Callable[P, R]:
         run.writing().records.append(ReplayedValue(name, Values(result), advanced(run.ambients, before)))
         return result
 
-    return named_as(fn, choose)
+    return named_as(fn, choose, replay)
 
 
 @_torch.see_through
