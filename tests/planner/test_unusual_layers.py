@@ -195,6 +195,28 @@ def test_a_mask_is_counted_as_it_is_indexed(kind: torch.dtype, rows: int) -> Non
     assert set(counted) == {(rows // 2, rows // 2, 0.5)}
 
 
+def guarded(out: torch.Tensor) -> torch.Tensor:
+    """A loss that refuses what is not finite, and leaves it out."""
+    value = out[~out.isnan()].square().mean()
+    if out.isinf().any() or value.isnan() or value.isinf():
+        raise ValueError("the loss is not finite")
+    return value
+
+
+@pytest.mark.parametrize("detects", [False, True])
+def test_no_element_is_found_to_be_not_a_number(detects: bool) -> None:
+    """A guard against values that are not finite passes, that of anomaly detection too, and a mask of them is empty."""
+    model, x = nn.Linear(WIDTH, WIDTH), torch.randn(64, WIDTH)
+    with torch.autograd.set_detect_anomaly(detects):
+        found = simulate(model, x, loss=guarded, hold_output=False)
+        for _ in range(2):
+            with measure(model).track(x) as real:
+                guarded(model(x)).backward()
+            model.zero_grad()
+    assert found.peak_bytes == real.peak_bytes
+    assert "aten.isnan holds nowhere" in found.assumed
+
+
 def test_what_is_assumed_of_values_is_said() -> None:
     """Values that leave PyTorch are ones, and the simulation names who read them."""
     model, x = made("matcher")

@@ -6,8 +6,9 @@ read is small and made of integers. So tensors of integers and booleans stay rea
 up to `INTEGERS` elements, and so do floating tensors of up to `FLOATS`, or `MASKS` if no larger than a real tensor that
 they come from, as a mask that is added to scores. Where integers come out of fake ones, values are made up: indices are
 spread evenly (`topk` of a router then sends as many tokens to each expert), booleans alternate, also where they are
-counted or cast, a float that is read is 1, also where values leave PyTorch (`x.numpy()`), and a factorization succeeds.
-Each such decision is recorded with the operation and the module that made it.
+counted or cast, a float that is read is 1, also where values leave PyTorch (`x.numpy()`), a factorization succeeds, and
+no element is found to be infinite or not a number. Each such decision is recorded with the operation and the module
+that made it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ MASKS = 2**18
 MADE_UP = 2**22
 
 _CHOICES = {"topk", "sort", "argsort", "argmax", "argmin", "max", "min", "multinomial", "mode", "median", "kthvalue"}
+NOWHERE: frozenset[Any] = frozenset(
+    getattr(torch.ops.aten, name).default for name in ("isnan", "isinf", "isneginf", "isposinf")
+)
+"""Operations that ask for elements which a step that goes well does not have."""
 _NO_CHOICE = (torch.bool, torch.uint64, torch.uint8)  # the last are states of generators, and codes of floats
 
 
@@ -111,7 +116,8 @@ class MadeUp:
         """The results, with made-up integers as far as they are small."""
 
         def decide(value: Any) -> Any:
-            return self._choice(func, args, value) if type(value) is FakeTensor and is_decided(value) else value
+            made_up = is_decided(value) or (func in NOWHERE and value.numel() <= INTEGERS)
+            return self._choice(func, args, value) if type(value) is FakeTensor and made_up else value
 
         if isinstance(out, torch.Tensor):
             return decide(out)
@@ -126,15 +132,15 @@ class MadeUp:
     def _choice(self, func: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
         name = func.overloadpacket.__name__
         if name not in _CHOICES:
-            return self.values(out, str(func))
+            return self.values(out, str(func), nowhere=func in NOWHERE)
         source = args[0]
         n = source.shape[-1] if out.dim() == source.dim() else max(1, source.numel() // max(1, out.numel()))
         self._note(str(func), "chooses evenly")
         with without_modes():
             return laid_as(out, torch.arange(out.numel()) % max(1, n))
 
-    def values(self, fake: torch.Tensor, what: str) -> torch.Tensor:
-        """Values for a fake tensor that `what` reads."""
+    def values(self, fake: torch.Tensor, what: str, nowhere: bool = False) -> torch.Tensor:
+        """Values for a fake tensor that `what` reads; for a mask that holds `nowhere` these."""
         if fake.numel() > INTEGERS:
             raise errors.RecomputeError(
                 f"simulate: {self._where() or 'the model'} reads the values of a tensor of shape {tuple(fake.shape)} "
@@ -142,7 +148,10 @@ class MadeUp:
                 "  Simulate a smaller batch, or pass arguments of integers and masks as real tensors, not on meta."
             )
         with without_modes():
-            if fake.dtype is torch.bool:
+            if nowhere:
+                self._note(what, "holds nowhere")
+                values = torch.zeros(fake.numel(), dtype=torch.bool)
+            elif fake.dtype is torch.bool:
                 self._note(what, "finds every other one true")
                 values = torch.arange(fake.numel()) % 2 == 0
             else:

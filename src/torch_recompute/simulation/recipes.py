@@ -19,7 +19,7 @@ from .._torch.fakes import FakeMaker, FakeTensor, FakeTensorMode, lay, on_fakes,
 from .._torch.tensors import mapped
 from ..memory.ledger import leaves
 from ..memory.workspaces import RECURRENT, results
-from .made_up import counts, is_decided, status_of
+from .made_up import NOWHERE, counts, is_decided, status_of
 
 aten: Any = torch.ops.aten
 MASKED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._unsafe_index.Tensor}
@@ -60,7 +60,7 @@ _LAID_OUT_AS = dict.fromkeys(
 )
 """Operations whose fakes have another layout than their results, and one with the same result whose fakes have it."""
 _BATCH_NORMS = {aten.native_batch_norm.default, aten.native_batch_norm_backward.default}
-_BESIDES = frozenset({*MASKED, *RECURRENT, *_BATCH_NORMS, GROUPED})
+_BESIDES = frozenset({*MASKED, *RECURRENT, *_BATCH_NORMS, *NOWHERE, GROUPED})
 """Operations of which more is to be found out than what the fake ones return."""
 _CHANNELS_LAST = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 _ASK = object()
