@@ -162,6 +162,19 @@ def test_storages_that_are_resized_without_an_operator_are_seen() -> None:
     assert (simulated.peak_bytes, simulated.by_category) == (real.peak_bytes, real.by_category)
 
 
+def test_a_tensor_gets_the_memory_of_another_each_time() -> None:
+    """`set_` is not answered from what is remembered of tensors with these layouts: its result is in other memory."""
+
+    def pass_on(m: Any, x: torch.Tensor) -> torch.Tensor:
+        made = m.up(x)
+        for _ in range(3):
+            made = made + torch.empty_like(made).set_(made.detach())
+        return made
+
+    model, inputs = Made(pass_on, up=nn.Linear(8, 64)), {"x": torch.randn(16, 8)}
+    assert simulate(model, (), inputs, loss=scalar_loss).peak_bytes == measured(model, inputs).peak_bytes
+
+
 def test_nothing_of_the_users_is_changed() -> None:
     """Parameters, gradients, arguments, random state and the plan in place are as before."""
     model, inputs = build("convnext")

@@ -106,7 +106,7 @@ class Recipes:
         except TypeError:  # an argument that cannot be looked up
             return on_fakes(self._fakes, like, args, kwargs)
         if recipe is None:
-            before = [_layout(t, []) for t in tensors]
+            before = [(_layout(t, []), _torch.storage_id(t)) for t in tensors]
             recipe = None if kwargs else self._in_lists(func, args)
             if recipe is None:
                 out = self._apart(on_fakes(self._fakes, like, args, kwargs), tensors)
@@ -114,7 +114,7 @@ class Recipes:
                 recipe = _recipe(out, tensors, set())
             else:
                 out = self.remade(recipe, tensors)
-            if before != [_layout(t, []) for t in tensors]:
+            if before != [(_layout(t, []), _torch.storage_id(t)) for t in tensors]:
                 recipe = _ASK
             if len(self.by_layout) >= _MOST:
                 self.by_layout.clear()
