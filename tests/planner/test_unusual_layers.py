@@ -218,13 +218,17 @@ def test_no_element_is_found_to_be_not_a_number(detects: bool) -> None:
 
 
 def test_what_is_assumed_of_values_is_said() -> None:
-    """Values that leave PyTorch are ones, and the simulation names who read them."""
+    """Values that leave PyTorch, as numbers or as text, are ones, and the simulation names who read them."""
     model, x = made("matcher")
     assert simulate(model, (x,), loss=loss).assumed == ("Tensor.numpy finds ones",)
     layers = [Made(lambda m, x: m.up(x) * float(x.detach().numpy().max()), up=nn.Linear(8, 8)) for _ in range(3)]
     # the values of the batch itself are known
     several = simulate(nn.Sequential(*layers), (torch.ones(4, 8),), loss=torch.mean).assumed
     assert several == ("Tensor.numpy finds ones in * (2 times)",)
+    said: list[str] = []
+    logged = Made(lambda m, x: said.append(f"{m.up(x).mean():.3f}") or m.up(x), up=nn.Linear(8, 8))
+    assert simulate(logged, (torch.ones(4, 8),), loss=torch.mean).assumed == ("Tensor.__format__ finds ones",)
+    assert said == ["1.000"]
     model, x = made("cholesky")
     assert simulate(model, (x,), loss=loss).assumed == ()
 

@@ -125,13 +125,14 @@ class Answers(Protocol):
 
 
 def answer_for(mode: FakeTensorMode, answers: Answers) -> None:
-    """Lets the fakes of a mode answer `numpy()` and `data_ptr()`, which those of other modes go on to refuse.
+    """Lets the fakes of a mode answer `numpy()`, `data_ptr()` and `format()`, which those of other modes refuse.
 
-    The two methods of `FakeTensor` look for the answers at each call. A function mode would see these calls too, and
+    These methods of `FakeTensor` look for the answers at each call. A function mode would see these calls too, and
     every other one of the model besides, which takes a sixth of a simulation.
     """
     cast("Any", mode)._answers_of_torch_recompute = weakref.proxy(answers)
-    cast("Any", FakeTensor).numpy, cast("Any", FakeTensor).data_ptr = _numpy, _data_ptr
+    fakes: Any = FakeTensor
+    fakes.numpy, fakes.data_ptr, fakes.__format__ = _numpy, _data_ptr, _format
 
 
 def _answers(fake: Any) -> Answers | None:
@@ -157,6 +158,11 @@ def _numpy(fake: torch.Tensor, *, force: bool = False) -> Any:
 def _data_ptr(fake: torch.Tensor) -> int:
     answers = _answers(fake)
     return torch.Tensor.data_ptr(fake) if answers is None else answers.address_of(fake)
+
+
+def _format(fake: torch.Tensor, spec: str) -> str:
+    answers = None if fake.dim() else _answers(fake)
+    return torch.Tensor.__format__(fake if answers is None else answers.values_of(fake, "Tensor.__format__"), spec)
 
 
 class FakeMaker:
