@@ -98,6 +98,20 @@ def test_the_step_is_one_from_the_middle_of_training(optimizer: Any) -> None:
     assert made.timeline[0].live_bytes == real.timeline[0].live_bytes
 
 
+@pytest.mark.parametrize("given", [False, True])
+def test_an_optimizer_is_where_it_is_after_many_steps(given: bool) -> None:
+    """RAdam, which takes less in its first five steps, takes what it takes afterwards, also if it has not stepped."""
+    model, x = nn.Linear(64, 64), torch.randn(2, 64)
+    optimizer = torch.optim.RAdam(model.parameters())
+    simulated = simulate(model, x, loss=mean_loss, optimizer=optimizer if given else torch.optim.RAdam)
+    for _ in range(7):
+        with measure(model, optimizer).track(x) as real:
+            mean_loss(model(x)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert (simulated.peak.phase, simulated.by_category["optimizer"]) == ("optimizer", real.by_category["optimizer"])
+
+
 @pytest.mark.parametrize("trained", ["head", "matrices", "frozen"])
 @pytest.mark.parametrize("made", [False, True])
 def test_gradients_that_the_optimizer_does_not_hold_stay(trained: str, made: bool) -> None:

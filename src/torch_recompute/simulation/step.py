@@ -4,7 +4,7 @@ The step is one from the middle of a training run, in the loop that `memory/loop
 left is there from the start:
 
 - The optimizer has its state. It makes that in its first step, so the simulated one is stepped twice at the end, and
-  what it made the first time is added to all that came before.
+  what it made the first time is added to all that came before. Where it counts its steps, the second is a later one.
 - The output of the step before is alive until the forward returns, if the loop holds it. What an output holds once its
   backward has ended is seen at the end of the simulated step, and added to all moments of the forward.
 - Gradients are alive, if the loop accumulates or zeroes them in place, or if the optimizer does not hold their
@@ -71,6 +71,8 @@ Prepare = Callable[[nn.Module], object] | None
 _WORTH_ADVICE = 0.1
 _STATE = 0.001
 """The share of the peak from which on what the model keeps from call to call is there when the step begins."""
+_LATER = 1000
+"""The steps of an optimizer that are left out: RAdam takes another way from its sixth on. Periods mostly divide it."""
 _STEPS_BEFORE = 8
 """The most steps before the recorded one, for a state that grows with each."""
 _DOUBLED = (
@@ -393,6 +395,8 @@ class _SimulatedStep:
             self._modules.step = "backward"
             self._backward(value)
             del value
+            for optimizer in self._stepped.values():
+                _skip_steps(optimizer)
         for leaf in tensors_of_call(self._call):
             leaf.grad = None
         if self._stepped and self._step.loop.accumulate > 1:
@@ -492,6 +496,7 @@ class _SimulatedStep:
         makes = self._recording(watched=False)  # states may be kept elsewhere than in `optimizer.state`
         with self._pretend, makes:
             optimizer.step()
+            _skip_steps(optimizer)
         second = self._recording()
         second.go_on_from(self._first, "optimizer")
         for path, weight in self._model.named_parameters():
@@ -680,6 +685,13 @@ def step_as_there(optimizer: torch.optim.Optimizer, device: torch.device, preten
             group |= {"fused": False, "foreach": False}
         elif on_cuda and "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = not group.get("differentiable", False)
+
+
+def _skip_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Leaves out steps of an optimizer that counts them by weight, as those of PyTorch do."""
+    for state in optimizer.state.values():
+        if isinstance(state, dict) and "step" in state:
+            state["step"] += _LATER
 
 
 def _moment(sample: Sample, places: dict[int, Any], more: int, first: str) -> Moment:
