@@ -945,6 +945,14 @@ each("fakes.device_of", ["cpu", "meta"], fake(2), META, view=str)
 row("fakes.fake_like", FakeTensor, lambda t: type(t.fakes.fake_like(FakeTensorMode(), torch.ones(2))))
 
 
+@row("fakes.remade_of", (True, [2.0, 2.0, 2.0]))
+def a_tensor_is_put_together_of_others(t: Any) -> Any:
+    """A jagged tensor over doubled values has the lengths of the one that it was made of."""
+    jagged = torch.nested.nested_tensor_from_jagged(torch.ones(3), torch.tensor([0, 1, 3]))
+    made = t.fakes.remade_of(jagged, lambda part: part * 2 if part.is_floating_point() else part)
+    return made.shape == jagged.shape, made.values().tolist()
+
+
 @row("fakes.on_fakes fakes.over", (FakeTensor, (4, 4), 0))
 def operations_on_fakes_need_no_active_mode(t: Any) -> Any:
     """`on_fakes` answers without values, and a tensor laid over a storage leaves its size alone."""

@@ -195,6 +195,23 @@ def test_a_mask_is_counted_as_it_is_indexed(kind: torch.dtype, rows: int) -> Non
     assert set(counted) == {(rows // 2, rows // 2, 0.5)}
 
 
+@pytest.mark.parametrize("plan", [Plan(), Plan((Choice(("1",)),))])
+def test_a_jagged_batch_is_simulated(plan: Plan) -> None:
+    """A batch of sequences of several lengths in one nested tensor takes what it takes in a step, plain and planned."""
+    layers = (nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH)) for _ in range(3))
+    model, values = nn.Sequential(*layers), torch.randn(96, WIDTH)
+    x = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 20, 96]))
+
+    def mean(out: torch.Tensor) -> torch.Tensor:
+        return out.values().square().mean()
+
+    found = simulate(model, x, loss=mean, plan=plan, hold_output=False)
+    apply(model, plan)
+    with measure(model).track(x) as real:
+        mean(model(x)).backward()
+    assert found.peak_bytes == real.peak_bytes
+
+
 def guarded(out: torch.Tensor) -> torch.Tensor:
     """A loss that refuses what is not finite, and leaves it out."""
     value = out[~out.isnan()].square().mean()

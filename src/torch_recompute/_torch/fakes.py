@@ -275,6 +275,13 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return any(kind.__name__ == "DTensor" and kind.__module__.startswith("torch.") for kind in type(tensor).__mro__)
 
 
+def remade_of(tensor: Any, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """A tensor made of others, put together of what `make` returns for each of them."""
+    names, context = tensor.__tensor_flatten__()
+    parts = {name: make(getattr(tensor, name)) for name in names}
+    return type(tensor).__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())
+
+
 def fake_like(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
     """A fake of a tensor made of others, taken apart and put together again."""
     return mode.from_tensor(tensor, static_shapes=True)

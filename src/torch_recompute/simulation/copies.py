@@ -24,7 +24,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from .. import _torch, errors
-from .._torch.fakes import FakeMaker, FakeTensorMode, fake_like, is_sharded, is_wrapper, over
+from .._torch.fakes import FakeMaker, FakeTensorMode, fake_like, is_sharded, is_wrapper, over, remade_of
 from .._torch.graphs import gradient_hooks
 from .._torch.storages import is_fake
 from ..engine.captures import MANY
@@ -121,11 +121,13 @@ class Faker:
                 "and its collectives cannot be simulated on one process.\n"
                 "  Simulate the model as it was before sharding."
             )
-        if is_wrapper(tensor):
-            made = fake_like(self._fakes, tensor)
-        elif tensor.layout is not torch.strided or not (_torch.is_plain(tensor) or type(tensor) is nn.Buffer):
+        plain = tensor.layout is torch.strided and not tensor.is_nested
+        if is_wrapper(tensor):  # a jagged one is known by its lengths, which have values
+            made = remade_of(tensor, self.tensor) if tensor.is_nested else fake_like(self._fakes, tensor)
+        elif not plain or not (_torch.is_plain(tensor) or type(tensor) is nn.Buffer):
+            kind = "nested and not layout=torch.jagged" if tensor.is_nested else errors.say(tensor)
             raise errors.ArgumentError(
-                f"simulate: {name or 'a tensor'} is {errors.say(tensor)}, of which no fake copy can be made: its class "
+                f"simulate: {name or 'a tensor'} is {kind}, of which no fake copy can be made: its class "
                 "or layout does not tell which memory it uses.\n"
                 "  Simulate the model with plain tensors in its place (for a quantised module: before quantisation)."
             )
