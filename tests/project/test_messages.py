@@ -965,6 +965,19 @@ def in_trainer(**arguments: Any) -> nn.Module:
     return model
 
 
+@torch.library.custom_op("messages::without_shapes", mutates_args=())
+def without_shapes(x: torch.Tensor) -> torch.Tensor:
+    """An operation that says nothing of its shapes."""
+    return x.clone()
+
+
+def nested() -> torch.Tensor:
+    """A nested tensor in the layout that PyTorch had first."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)])
+
+
 def simulates(hook: Callable[[torch.Tensor], object]) -> None:
     """A model whose forward does something with its output too."""
     model = torch.nn.Linear(4, 4)
@@ -1308,6 +1321,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: simulate(nn_linear(), (vector(),), device="hpu"),
     lambda: Faker(FakeTensorMode(), None).tensor(a_dtensor(), "layers.0.weight"),
     lambda: simulate(nn_linear(), (vector().to_sparse(),)),
+    lambda: simulate(nn_linear(), (nested(),)),
     lambda: simulate(nn_linear(), (torch.ones(2, 3),)),
     lambda: simulate(nn_linear(), (vector(),), loss=lambda out: 3),
     lambda: simulate(
@@ -1673,6 +1687,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     measures_twice,
     # simulated steps
     lambda: simulates(lambda out: torch.sparse.mm(torch.eye(2).to_sparse(), out)),
+    lambda: simulates(without_shapes),
     lambda: simulates(lambda x: x.data_ptr()),
     lambda: simulate(Converts(4, 4), (torch.ones(2, 4),)),
     lambda: simulate(Reads(), (torch.empty(2**25, device="meta"),), device="cpu"),

@@ -46,6 +46,7 @@ from .recipes import DRAWS, GROUPED, MASKED, UNKNOWN, Recipes, key_of, kind_of
 aten: Any = torch.ops.aten
 _DEVICE: Any = torch.ops.prim.device.default
 _UNCHECKED = {aten.mm.default, aten.addmm.default}  # of whose operands the meta kernels do not compare the dtypes
+_NO_SHAPES = "no fake impl registered", "tensors do not have strides"  # which torch says in a RuntimeError
 _DROPOUT_STATE: Any = aten._cudnn_init_dropout_state.default
 
 
@@ -250,7 +251,9 @@ class FakeMode(TorchDispatchMode):
             return self._recipes.result(func, args, kwargs)
         except NOT_FAKED as error:
             raise errors.RecomputeError(_cannot_simulate(str(func), self._where(), error)) from error
-        except (RuntimeError, IndexError):
+        except (RuntimeError, IndexError) as error:
+            if any(words in str(error) for words in _NO_SHAPES):
+                raise errors.RecomputeError(_cannot_simulate(str(func), self._where(), error)) from error
             self.failed_in = self._where()
             raise
 
