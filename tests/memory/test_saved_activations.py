@@ -98,6 +98,19 @@ def region_with_a_choice(x: torch.Tensor) -> torch.Tensor:
     return recompute(lambda x: (choose(x) * x.sin()).sin(), name="layer")(x)
 
 
+def writes_to_a_view(x: torch.Tensor) -> torch.Tensor:
+    y = x.sin()
+    y[:32].exp_()
+    return y + 1
+
+
+def jagged(x: torch.Tensor) -> torch.Tensor:
+    return torch.nested.nested_tensor_from_jagged(x + 1, torch.tensor([0, 20, 64])).sin().values()
+
+
+jagged(torch.ones(64, 1))  # PyTorch keeps a tensor of its own from the first on
+
+
 def switches_grad_off(x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return x.sin().cos().exp()
@@ -201,6 +214,10 @@ CASES = {
     "a saved call": Case(lambda: region_with_a_saved_call, region=BLOCK, result=BLOCK),
     "a choice": Case(lambda: region_with_a_choice, region=BLOCK, result=BLOCK),
     "saved on the CPU by hooks": Case(lambda: on_cpu, saved=BLOCK, result=BLOCK),
+    # The result of the exponential, in the memory that it wrote to.
+    "a write to a view": Case(lambda: writes_to_a_view, saved=BLOCK, result=BLOCK),
+    # Both results of the layout, and the three offsets that they share.
+    "a jagged tensor": Case(lambda: jagged, saved=2 * BLOCK + 3 * 8),
     "no grad inside": Case(lambda: switches_grad_off, result=BLOCK),
     "nothing requires grad": Case(lambda: mlp(nn.GELU()).requires_grad_(False), lambda: (block(),), result=BLOCK),
     "a result that is an input": Case(lambda: lambda x: x),

@@ -269,6 +269,11 @@ def storages(value: object) -> list[tuple[torch.device, torch.UntypedStorage]]:
     return found
 
 
+def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Returns the shape of a tensor; of a nested one, which has no numbers in its own, that of its values."""
+    return tuple(map(int, (tensor.values() if tensor.is_nested else tensor).shape))
+
+
 def leaves(value: object) -> list[torch.Tensor]:
     """Returns the tensors in a nest of lists, tuples and dicts, as an operation returns them."""
     return [one for one in _held(value, []) if isinstance(one, torch.Tensor)]

@@ -35,7 +35,7 @@ from .._torch.modes import without_modes
 from .._torch.storages import uses
 from ..state.observer import observing, running
 from ..state.values import thread
-from .ledger import laid, leaves, storages
+from .ledger import laid, leaves, shape_of, storages
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _NN = os.path.join(_TORCH, "nn") + os.sep
@@ -429,7 +429,7 @@ class Allocations:
                 place = place or place_in_code()
                 func, dtype = ran.func, str(tensor.dtype).removeprefix("torch.")
                 name = str(getattr(func, "overloadpacket", func))
-                shape, module = tuple(map(int, tensor.shape)), self._modules.module
+                shape, module = shape_of(tensor), self._modules.module
                 self._found[key] = Allocation(weakref.ref(storage), name, shape, dtype, str(device), module, *place)
 
 

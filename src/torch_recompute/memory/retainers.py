@@ -10,7 +10,8 @@ The reverse direction is for memory that no node saved: of all Python tensors, t
 them, up to something with a name: an attribute, a global, a closure variable, a `ctx`.
 
 Nothing is opened or run. Modules, types, and the globals of functions are not searched: that is where the whole program
-would be found. What a C++ node without `_raw_saved_*` (extensions) holds is not found.
+would be found. What a C++ node without `_raw_saved_*` (extensions) holds is not found; `CopySlices`, the node of a
+write to a view, is one around another, so what nothing else is found to hold in its graph is taken to be that one's.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from .._torch.graphs import SavedTensor, packed_of, unpack_hook_of
 from ..engine import slots
 from ..engine.region_call import RegionCall
 from ..engine.saved_call import SavedCall
-from .ledger import storages
+from .ledger import shape_of, storages
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -42,6 +43,7 @@ _LIMIT = 20_000  # objects to look at from one saved tensor
 _DEPTH = 6  # referrers to go up from a tensor that escaped
 _WATCHERS = f"{__name__.partition('.')[0]}.doctor"  # what it remembers of a model is there before it looks
 _TORCH_CHECKPOINT = "torch.utils.checkpoint"
+_WRITES_TO_VIEW = "CopySlices"
 _CHECKPOINT_NODES = ("CheckpointFunctionBackward", "_NoopSaveInputsBackward")
 
 
@@ -65,7 +67,7 @@ class Hold:
         self.stashes: list[str] = []
         self.plain = self.in_region = False
         dtype = str(tensor.dtype).removeprefix("torch.")
-        self.about = tuple(map(int, tensor.shape)), dtype, str(tensor.device)
+        self.about = shape_of(tensor), dtype, str(tensor.device)
 
 
 def _name_of(node: Node) -> str:
@@ -77,10 +79,16 @@ def _name_of(node: Node) -> str:
 
 
 class Retainers:
-    """Finds who keeps which storage: `of`, by `id` of the storage's Python object. It holds the graph it has seen."""
+    """Finds who keeps which storage: `of`, by `id` of the storage's Python object. It holds the graph it has seen.
+
+    Attributes:
+        of: The holds that were found.
+        unseen: That of storages which are alive and have none there; None where nothing is known to have them.
+    """
 
     def __init__(self) -> None:
         self.of: dict[int, Hold] = {}
+        self.unseen: Hold | None = None
         self._nodes: set[Node] = set()
         self._edges: list[Any] = []  # which own their nodes; before torch 2.12 a node of Python does not own itself
         self._queue: deque[Node] = deque()
@@ -95,13 +103,16 @@ class Retainers:
         while self._queue:
             node = self._queue.popleft()
             label = _name_of(node).removeprefix("torch::autograd::")
+            if label == _WRITES_TO_VIEW and self.unseen is None:
+                self.unseen = Hold(torch.empty(0))
+                self.unseen.savers, self.unseen.plain = [label], True
             for attribute in dir(node):
                 if attribute.startswith("_raw_saved_"):
                     field = attribute.removeprefix("_raw_saved_")
                     self._saved(node, attribute, label if field == "tensors" else f"{label} ({field})")
             variable = getattr(node, "variable", None)  # the leaf that a gradient is accumulated into
             if isinstance(variable, torch.Tensor):
-                self.note(variable, "savers", label).plain = True
+                self.note(variable, "savers", label, plain=True)
             for name, value in getattr(node, "__dict__", {}).items():
                 for tensor, _ in self._search(value):
                     self.note(tensor, "stashes", f"ctx.{name} of {label}")
@@ -127,7 +138,7 @@ class Retainers:
             if hook is None and torchs:
                 self.note(packed, "regions", _TORCH_CHECKPOINT)
             elif hook is None:
-                self.note(packed, "savers", label).plain = True
+                self.note(packed, "savers", label, plain=True)
             elif type(packed) is slots.Slot:
                 if isinstance(packed.tensor, torch.Tensor):  # filled already
                     self.note(packed.tensor, "savers", label)
@@ -135,10 +146,10 @@ class Retainers:
                 self._region(packed.owner, packed.owner.name)
             elif hook is slots.unpack:
                 for tensor, _ in self._search(packed):
-                    self.note(tensor, "savers", label).in_region = True
+                    self.note(tensor, "savers", label, in_region=True)
             else:  # a foreign hook; torch's checkpoint keeps its arguments in the closure of its own
                 for tensor, _ in self._search(packed):
-                    self.note(tensor, "savers", label).plain = True
+                    self.note(tensor, "savers", label, plain=True)
                 self._region(hook, getattr(hook, "__module__", None) or type(hook).__name__)
 
     def _region(self, owner: Any, name: str) -> None:
@@ -147,15 +158,16 @@ class Retainers:
             for tensor, region in self._search(owner, name):
                 self.note(tensor, "regions", region)
 
-    def note(self, tensor: torch.Tensor, where: str, label: str) -> Hold:
-        """Notes who holds a tensor; `where` is "savers", "regions" or "stashes"."""
-        hold = Hold(tensor)
+    def note(
+        self, tensor: torch.Tensor, where: str, label: str, *, plain: bool = False, in_region: bool = False
+    ) -> None:
+        """Notes who holds a tensor, each of its storages; `where` is "savers", "regions" or "stashes"."""
         for _, storage in storages(tensor):
-            hold = self.of.setdefault(id(storage), hold)
+            hold = self.of.setdefault(id(storage), Hold(tensor))
+            hold.plain, hold.in_region = hold.plain or plain, hold.in_region or in_region
             labels: list[str] = getattr(hold, where)
             if label not in labels:
                 labels.append(label)
-        return hold
 
     def _search(self, start: object, name: str = "") -> Iterator[tuple[torch.Tensor, str]]:
         """Yields the tensors that an object leads to, nearest first, and the region on the way; nodes are queued."""

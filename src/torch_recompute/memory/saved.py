@@ -98,7 +98,8 @@ def _look(
     retainers.start(values)  # a tensor changed in place has a history too
     retainers.walk()
     cycles = _explain_the_rest(alive, made, retainers, lambda module: names.get(id(module), type(module).__name__))
-    rows = [_row(made[key], n, retainers.of.get(key), key in cycles, key in in_result) for key, n in alive.items()]
+    holds = {key: retainers.of.get(key, None if key in cycles else retainers.unseen) for key in alive}
+    rows = [_row(made[key], n, holds[key], key in cycles, key in in_result) for key, n in alive.items()]
     rows.sort(key=lambda row: -row.bytes)
     known = _names_of_storages(reach, names, args, kwargs)
     existing: list[Row] = []
