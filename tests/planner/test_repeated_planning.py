@@ -21,10 +21,25 @@ from torch_recompute.planner.known import MOST, digest, forget, known
 from torch_recompute.simulation.training_step import TrainingStep
 
 SCALE = 2
+CONFIG = types.SimpleNamespace(factor=1)
+
+
+class Settings:
+    """A class that functions read."""
+
+    repeats = 1
+
+
+def scaled(x: torch.Tensor) -> torch.Tensor:
+    return x * CONFIG.factor
+
+
+def repeated(x: torch.Tensor) -> list[torch.Tensor]:
+    return [scaled(x) for _ in range(Settings.repeats)]
 
 
 class Layer(nn.Module):
-    """A layer with an attribute, a nested one, a buffer, and a global that its forward reads."""
+    """A layer with an attribute, a nested one, a buffer, and globals that its forward and what this calls read."""
 
     sizes: ClassVar[list[int]] = [1]
 
@@ -35,7 +50,7 @@ class Layer(nn.Module):
         self.config = types.SimpleNamespace(sizes=[1, 2])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(x))) * SCALE
+        return x + sum(self.down(torch.tanh(self.up(y))) * SCALE for y in repeated(x))
 
 
 def built() -> nn.Sequential:
@@ -73,6 +88,8 @@ CHANGES: dict[str, Callable[[nn.Sequential], object]] = {
     "a tied weight": lambda model: setattr(model[1].up, "weight", model[0].up.weight),
     "a plan": lambda model: apply(model, Plan((Choice(("0",)),))),
     "a global of the forward": set_global,
+    "an object that a function reads which the forward calls": lambda _: setattr(CONFIG, "factor", 2),
+    "a class that one reads": lambda _: setattr(Settings, "repeats", 2),
     "an attribute of the class": class_attribute,
 }
 
@@ -82,6 +99,8 @@ def test_a_changed_model_is_another(change: str, monkeypatch: pytest.MonkeyPatch
     """Whatever a step can depend on is in the digest; the same model has the same."""
     monkeypatch.setitem(globals(), "SCALE", 2)
     monkeypatch.setattr(Layer, "sizes", [1])
+    monkeypatch.setattr(CONFIG, "factor", 1)
+    monkeypatch.setattr(Settings, "repeats", 1)
     model = built()
     assert (before := digest(model)) is not None
     assert digest(model) == digest(built()) == before

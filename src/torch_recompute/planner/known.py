@@ -41,6 +41,7 @@ from .._torch.modes import settings, split_settings
 from ..memory.ledger import storages
 from ..memory.operations import kind_of
 from ..plan.plan import Plan
+from ..simulation.copies import names_in
 from ..simulation.made_up import keeps_values
 from ..simulation.training_step import TrainingStep
 from ..stores.measured import full_name
@@ -178,21 +179,34 @@ class _Describer(pickle.Pickler):
 
 
 def _function(fn: types.FunctionType) -> dict[str, Any]:
-    """A library's function by its name; the user's by its code, what it encloses, and the plain values it names."""
+    """A library's function by its name; the user's by its code, what it encloses, its defaults and what it names."""
     if kind_of(fn.__code__.co_filename) != "user":
         return {"function": f"{fn.__module__}.{fn.__qualname__}", "closure": _cells(fn)}
     return {"code": _code(fn), "closure": _cells(fn), "defaults": (fn.__defaults__, fn.__kwdefaults__)}
 
 
 def _code(fn: types.FunctionType) -> Any:
-    """The code of a function, the plain values and tensors that it names, and the code of the functions it names."""
-    named = {name: fn.__globals__[name] for name in fn.__code__.co_names if name in fn.__globals__}
-    values = {name: value for name, value in named.items() if type(value) in _VALUES}
+    """The code of a function and what it names: all that a function of the user's own does, of their modules too.
+
+    Of a package's functions it is plain values, tensors, and the code of other functions.
+    """
+    names, own = names_in(fn.__code__), _is_own(fn.__code__.co_filename)
+    modules = [one for name, one in fn.__globals__.items() if name in names and isinstance(one, types.ModuleType)]
+    places = [vars(one) for one in modules if own and _is_own(getattr(one, "__file__", None) or torch.__file__)]
+    named = {name: place[name] for place in (*places, fn.__globals__) for name in sorted(names & place.keys())}
+    values = {name: one for name, one in named.items() if own or type(one) in _VALUES}
     return fn.__code__, values, [other.__code__ for other in named.values() if isinstance(other, types.FunctionType)]
 
 
+def _is_own(file: str) -> bool:
+    """Whether a file is the user's own, and no library's or package's."""
+    return kind_of(file) == "user" and "-packages" not in file
+
+
 def _method(fn: types.FunctionType, deep: int = 4) -> Any:
-    """The code of a method, and of what its decorators enclose: functions and plain values."""
+    """A method of the user's own as any function; else its code, and the functions and values in its decorators."""
+    if _is_own(fn.__code__.co_filename):
+        return _function(fn)
     cells = _cells(fn)
     inner = [_method(cell, deep - 1) for cell in cells if deep and isinstance(cell, types.FunctionType)]
     return _code(fn), inner, [cell for cell in cells if type(cell) in _PLAIN]

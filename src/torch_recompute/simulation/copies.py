@@ -183,9 +183,9 @@ def _check_unwrapped(model: nn.Module) -> None:
             )
 
 
-def _names(code: types.CodeType) -> set[str]:
+def names_in(code: types.CodeType) -> set[str]:
     """The names of its module that a code, or one within it, looks up."""
-    inner = (_names(one) for one in code.co_consts if isinstance(one, types.CodeType))
+    inner = (names_in(one) for one in code.co_consts if isinstance(one, types.CodeType))
     return set(code.co_names).union(*inner)
 
 
@@ -269,7 +269,7 @@ def _of_function(fn: types.FunctionType) -> Iterator[Any]:
     for cell in fn.__closure__ or ():
         with contextlib.suppress(ValueError):  # an empty one
             yield cell.cell_contents
-    of_module = (fn.__globals__[name] for name in _names(fn.__code__) if name in fn.__globals__)
+    of_module = (fn.__globals__[name] for name in names_in(fn.__code__) if name in fn.__globals__)
     yield from (one for one in of_module if getattr(one, "__globals__", fn.__globals__) is fn.__globals__)
     yield from (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values())
 
@@ -300,7 +300,7 @@ def _function(fn: Any, memo: dict[int, Any], reached: Callable[[Any], Any]) -> A
         for cell, old in zip(cells, fn.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # an empty one
                 cell.cell_contents = reached(old.cell_contents)
-        names.update({name: reached(names[name]) for name in _names(fn.__code__) if name in names})
+        names.update({name: reached(names[name]) for name in names_in(fn.__code__) if name in names})
         made.__defaults__ = fn.__defaults__ and tuple(map(reached, fn.__defaults__))
         made.__kwdefaults__ = fn.__kwdefaults__ and {name: reached(one) for name, one in fn.__kwdefaults__.items()}
     return memo[id(fn)]
