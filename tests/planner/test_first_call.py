@@ -7,7 +7,9 @@ import subprocess
 import sys
 from collections import UserDict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -32,6 +34,7 @@ from torch_recompute import (
     verify,
 )
 from torch_recompute.memory.batch import call_of
+from torch_recompute.planner.hosts import NO_LEAVE
 from torch_recompute.planner.known import made_for
 from torch_recompute.report import report
 from torch_recompute.simulation.training_step import OPTIMIZERS, TrainingStep
@@ -267,6 +270,8 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a frozen weight": (lambda call: call.update(model=frozen()), MODEL),
     "another class": (lambda call: call.update(model=Other()), f"{MODEL} and the model's code"),
     "eval": (lambda call: call.update(model=Net().eval()), MODEL),
+    "an attribute": (lambda call: setattr(call["model"], "repeats", 2), MODEL),
+    "a hook": (lambda call: call["model"].register_forward_hook(lambda *_: None), MODEL),
     "a longer batch": (lambda call: call.update(batch=torch.ones(65, 8)), "the batch's shapes"),
     "another name": (lambda call: call.update(batch={"ids": X}), "the batch's shapes"),
     "a mask": (lambda call: call.update(kwargs={"mask": MASK}), "the batch's shapes"),
@@ -310,6 +315,25 @@ def test_a_setting_of_torch_is_seen(tmp_path: Path, capsys: pytest.CaptureFixtur
     said = [line.rpartition("; ")[2] for line in capsys.readouterr().out.splitlines()]
     assert said[1].startswith("plan read from")
     assert said[2].startswith("planned again: autocast")
+
+
+def test_what_things_hold_decides_on_a_plan() -> None:
+    """What a loss encloses or has as attributes, settings of an optimizer, and tensors in an object of the batch."""
+
+    def fact(name: str, **step: Any) -> object:
+        return made_for(TrainingStep(**{"model": nn.Linear(8, 8), "args": (X,), **step}), "fit", NO_LEAVE)[name]
+
+    def enclosing(n: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda out: out.mean() * n
+
+    for loss in (enclosing, partial(partial, torch.mul), lambda n: nn.HuberLoss(delta=n)):
+        assert fact("loss", loss=loss(1)) == fact("loss", loss=loss(1)) != fact("loss", loss=loss(2))
+    plain, rate, states = (partial(torch.optim.SGD, lr=lr, momentum=m) for lr, m in ((0.1, 0), (0.2, 0), (0.1, 0.9)))
+    assert (
+        fact("optimizer", optimizer=plain) == fact("optimizer", optimizer=rate) != fact("optimizer", optimizer=states)
+    )
+    short, other, long = (SimpleNamespace(x=torch.ones(n)) for n in (1, 1, 2))
+    assert fact("batch", args=(short,)) == fact("batch", args=(other,)) != fact("batch", args=(long,))
 
 
 def test_a_loss_of_no_module_is_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

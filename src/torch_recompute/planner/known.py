@@ -16,6 +16,7 @@ can compare (`PlanFile`): the next process says which of them changed.
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import hashlib
 import inspect
@@ -26,8 +27,9 @@ import pickle
 import sys
 import types
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -38,6 +40,8 @@ from .. import _torch, errors
 from .._torch.fakes import is_wrapper
 from .._torch.graphs import gradient_hooks
 from .._torch.modes import settings, split_settings
+from ..engine.captures import MANY
+from ..memory.batch import tensors_of_call
 from ..memory.ledger import storages
 from ..memory.operations import kind_of
 from ..plan.plan import Plan
@@ -264,23 +268,26 @@ CHANGED = {
 def made_for(step: TrainingStep, budget: object, leave: Leave, sizes: Sequence[int] | str = ()) -> dict[str, Any]:
     """Returns what decides on a plan, as text that JSON holds and that is the same in another process.
 
-    Functions go by their code.
+    Functions go by their code and what they enclose, modules and objects also by their attributes.
     """
     model, optimizer = step.model, step.optimizer
     tensors = [*model.named_parameters(), *model.named_buffers()]
     layout = [(name, str(t.dtype), list(t.shape), t.requires_grad) for name, t in tensors]
     modules = [(path, _name(type(module)), module.training) for path, module in model.named_modules()]
+    attributes = [_text(module) for module in model.modules()]
     kinds = {type(module) for module in model.modules()}
     device = step.device or next((t.device for _, t in tensors), torch.device("cpu"))
-    given, hooks = _source(optimizer), sum(len(gradient_hooks(weight)) for weight in model.parameters())
-    if isinstance(optimizer, torch.optim.Optimizer):  # learning rates change, and nothing in memory with them
-        given = {name: bool(value) for name, value in optimizer.defaults.items() if not isinstance(value, torch.Tensor)}
+    hooks = sum(len(gradient_hooks(weight)) for weight in model.parameters())
+    make, given = (optimizer.func, optimizer.keywords) if isinstance(optimizer, partial) else (optimizer, {})
+    given = optimizer.defaults if isinstance(optimizer, torch.optim.Optimizer) else given
+    # Learning rates change, and nothing in memory with them.
+    given = {name: bool(value) for name, value in given.items() if not isinstance(value, torch.Tensor)}
     return {
-        "model": _hash(modules, layout, getattr(getattr(model, "config", None), "to_dict", dict)()),
+        "model": _hash(modules, layout, getattr(getattr(model, "config", None), "to_dict", dict)(), attributes),
         "code": _hash(sorted(_source(base) for kind in kinds for base in kind.__mro__)),
         "batch": _shapes(step.call),
-        "loss": _hash(_source(step.loss)),
-        "optimizer": [_name(optimizer if inspect.isroutine(optimizer) else type(optimizer)), str(given), hooks],
+        "loss": _hash(_source(type(step.loss)), _text(step.loss)),
+        "optimizer": [_name(make if inspect.isroutine(make) else type(make)), _source(make), str(given), hooks],
         "budget": str(budget),
         "loop": step.loop.words,
         "settings": _hash(split_settings(settings())[0], torch.get_default_dtype(), leave),
@@ -357,6 +364,38 @@ def _source(thing: Any) -> str:
         return _name(thing)
 
 
+def _text(thing: Any, deep: int = 4) -> str:
+    """A thing as text: plain values, the layout of tensors, the code of functions, and what they and others hold."""
+    if type(thing) in _PLAIN:
+        return repr(thing)
+    if isinstance(thing, torch.Tensor):
+        return str(_shapes(thing))
+    held = [_text(part, deep - 1) for part in _held(thing)] if deep else []
+    function = inspect.isroutine(thing)
+    return f"{_source(thing) if function else _name(type(thing))}: {sorted(held) if isinstance(thing, set) else held}"
+
+
+def _held(thing: Any) -> Iterable[Any]:
+    """What a function encloses, or a container, a module by itself or an object of the user's own holds."""
+    if isinstance(thing, types.MethodType):
+        return _held(thing.__func__)
+    if isinstance(thing, types.FunctionType):
+        return *_cells(thing), thing.__defaults__, thing.__kwdefaults__
+    if isinstance(thing, partial):
+        return thing.func, thing.args, thing.keywords
+    if isinstance(thing, Mapping):  # hooks have numbers for names, which are others in another process
+        items = cast("Mapping[Any, Any]", thing).items()
+        return [part for name, value in items for part in (name if isinstance(name, str) else None, value)]
+    if isinstance(thing, (list, tuple, set, frozenset)):
+        several = cast("list[Any]", thing)
+        return several if len(several) <= MANY else ()
+    if isinstance(thing, nn.Module):
+        return [one for one in vars(thing).items() if one[0] not in ("_modules", "_parameters", "_buffers")]
+    file = getattr(sys.modules.get(type(thing).__module__), "__file__", None) or torch.__file__
+    plain = isinstance(thing, (types.SimpleNamespace, argparse.Namespace)) or _is_own(file)
+    return vars(thing).items() if plain and hasattr(thing, "__dict__") else ()
+
+
 def _shapes(call: Any) -> Any:
     """The arguments of a call as JSON, with the dtypes and shapes of tensors."""
     if isinstance(call, torch.Tensor):
@@ -365,4 +404,6 @@ def _shapes(call: Any) -> Any:
         return [_shapes(part) for part in cast("list[Any]", call)]
     if isinstance(call, Mapping):
         return {str(name): _shapes(part) for name, part in cast("Mapping[Any, Any]", call).items()}
-    return call if type(call) in (int, float, bool, str, type(None)) else _name(type(call))
+    if type(call) in (int, float, bool, str, type(None)):
+        return call
+    return [_name(type(call)), *(_shapes(tensor) for tensor in tensors_of_call(call))]
