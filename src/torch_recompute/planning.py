@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, overload
 
@@ -40,7 +41,16 @@ from .region import checked_pool
 from .simulation.devices import Roofline
 from .simulation.recording import LedgerMeter
 from .simulation.step import simulate_step
-from .simulation.training_step import ALONE, Loss, MakeOptimizer, TrainingStep, optimizer_of, with_labels
+from .simulation.training_step import (
+    ALONE,
+    Loss,
+    MakeOptimizer,
+    TrainingStep,
+    bytes_per_element,
+    new_bytes_per_element,
+    optimizer_of,
+    with_labels,
+)
 from .state import Ambient
 
 
@@ -126,7 +136,7 @@ def auto(
     have the same parameters then use one plan, that with the lowest peak. The first rank prints.
 
     The first three steps are then compared with the planned one: gradients that are alive when a forward begins,
-    autocast, larger batches, layers that the planned step left out (LayerDrop), an optimizer that was not named, a
+    autocast, larger batches, layers that the planned step left out (LayerDrop), another optimizer than was named, a
     graph that is retained, and on CUDA the allocator's peak. Where one of these makes the peak another, the plan is
     made again before the next step, or it is said once what to write. Then nothing of this is left in the model.
 
@@ -298,6 +308,20 @@ class _Planning:
     def calls(self, step: TrainingStep) -> Sequence[ExampleCall]:
         """The call of a step at each size."""
         return [step.call] if isinstance(self.sizes, str) or not self.sizes else calls_of(self.sizes, step)
+
+    def keeps_less_than(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the planned optimizer has smaller states than one that has stepped."""
+        planned, weight = self.optimizer, next((one for one in optimizer.state if optimizer.state[one]), None)
+        if planned is optimizer or weight is None:
+            return False
+        if isinstance(planned, torch.optim.Optimizer):
+            if planned.state.get(weight):  # a wrapper of the other
+                return False
+            planned = partial(type(planned), **planned.defaults)
+        try:
+            return bytes_per_element(optimizer, weight) > new_bytes_per_element(planned, weight.dtype)
+        except Exception:  # whatever it asks of the weights that it is given
+            return False
 
     def came(self, handle: Applied) -> None:
         """Tells the regions of a plan that is in the model now what they took in simulated steps."""

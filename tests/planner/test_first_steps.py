@@ -67,7 +67,7 @@ class Training:
         self.model = Stack(0.3 if loop == "layerdrop" else 0.0)
         self.adam = torch.optim.AdamW((self.model.head if loop == "a part" else self.model).parameters())
         self.x = torch.randn(64, WIDTH)
-        named = {"an optimizer": None, "a part": "sgd"}.get(loop, self.adam)
+        named = {"an optimizer": None, "a part": "sgd", "another optimizer": "sgd"}.get(loop, self.adam)
         self.model.train(loop != "train mode")
         torch.manual_seed(0)  # leaves out two layers of the planned step
         if planned:
@@ -104,6 +104,7 @@ SAID = {
     "autocast": "under torch.autocast (bfloat16). Write auto(...) under torch.autocast (bfloat16).",
     "accumulation and autocast": "Write auto(..., accumulate=2) under torch.autocast (bfloat16).",
     "an optimizer": "AdamW steps, which was not named. Write auto(..., optimizer=optimizer).",
+    "another optimizer": "AdamW steps, which keeps larger states than the one that was named. Write auto(",
     "a part": "AdamW steps, which does not clear the gradients of all parameters. Write auto(..., optimizer=",
     "a larger batch": "a larger batch came ([128, 32]). Write auto(...) with the largest batch.",
     "train mode": "in train mode, and was planned in eval mode. Write auto(...) after model.train().",

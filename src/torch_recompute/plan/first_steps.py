@@ -77,6 +77,10 @@ class Planning(Protocol):
         """The plan for a call; `options` are those of the differences."""
         ...
 
+    def keeps_less_than(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the planned optimizer has smaller states than one that has stepped."""
+        ...
+
     def came(self, handle: Applied) -> None:
         """Called with the handle when a plan is in the model."""
         ...
@@ -335,8 +339,7 @@ class FirstSteps(ForwardWrapper):
             names = listed([*dict.fromkeys(type(one).__name__ for one in self._stepped)])
             what = f"{len(self._stepped)} optimizers step ({names}), and a plan counts the states of one"
             yield Deviation(what, otherwise="with a budget that is less by the states of the others", options=None)
-        elif self._stepped and (self._planning.optimizer is None or uncleared):
-            why = "does not clear the gradients of all parameters" if uncleared else "was not named"
+        elif self._stepped and (why := self._unlike(self._stepped[0], uncleared)):
             what = f"{type(self._stepped[0]).__name__} steps, which {why}"
             yield Deviation(what, "optimizer=optimizer", options={"optimizer": self._stepped[0]})
         larger = next((call for call in calls if call.exceeds(self._shapes or ())), None)
@@ -351,6 +354,14 @@ class FirstSteps(ForwardWrapper):
             what = "a second backward goes through one forward, and the first keeps all that it rebuilds"
             yield Deviation(what, otherwise=_ONE_BACKWARD, options=None)
         yield from self._of_peak()
+
+    def _unlike(self, optimizer: torch.optim.Optimizer, uncleared: bool) -> str:
+        """What an optimizer that steps does beside the planned one, in words; "" where it takes no more."""
+        if uncleared:
+            return "does not clear the gradients of all parameters"
+        if self._planning.optimizer is None:
+            return "was not named"
+        return "keeps larger states than the one that was named" if self._planning.keeps_less_than(optimizer) else ""
 
     def _of_layers(self, calls: Sequence[_Call]) -> Iterator[Deviation]:
         """Layers that ran, or ran more often, than in the planned step."""

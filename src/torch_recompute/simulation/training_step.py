@@ -337,19 +337,24 @@ def states_of(weights: Iterable[torch.Tensor], optimizer: Any, dtype: torch.dtyp
         if not (getattr(optimizer, "in_backward", False) or gradient_hooks(weight)):  # which may free them one by one
             found["gradients"] += weight.numel() * kind.itemsize
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-            each[kind] = each[kind] if kind in each else _bytes_of_state(optimizer, kind)
+            each[kind] = each[kind] if kind in each else new_bytes_per_element(optimizer, kind)
             found["states"] += weight.numel() * each[kind]
     return found
 
 
-def _bytes_of_state(optimizer: Callable[[Any], torch.optim.Optimizer], dtype: torch.dtype) -> int:
-    """The bytes of an optimizer's states for one element of a weight."""
+def new_bytes_per_element(optimizer: Callable[[Any], torch.optim.Optimizer], dtype: torch.dtype) -> int:
+    """The bytes of the states of an optimizer, which is made and steps once, for one element of a weight."""
     with torch.inference_mode(False), torch.enable_grad():
         weight = nn.Parameter(torch.zeros(64, 64, dtype=dtype))  # enough for moments of 8 bits
         made = optimizer([weight])
         weight.sum().backward()
         made.step()
-    states = _torch.tensors_in(dict(made.state[weight]))
+    return bytes_per_element(made, weight)
+
+
+def bytes_per_element(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> int:
+    """The bytes of the states that an optimizer has made for a weight, for one element of it."""
+    states = _torch.tensors_in(dict(optimizer.state[weight]))
     return sum(state.itemsize for state in states if state.numel() == weight.numel())
 
 
