@@ -444,6 +444,22 @@ def test_nothing_is_changed_where_the_plan_does_not_fit() -> None:
     assert all("forward" not in module.__dict__ for module in ours.modules())
 
 
+def test_advice_for_a_wrapped_model_and_for_a_copy_can_be_followed() -> None:
+    """A plan with descriptions of its modules is refused for a wrapper as one by hand; a copy has no handle."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    plan = Plan((Choice(("0",)),), modules=(("0", "Linear with 2 parameters of 20 elements"),))
+    for wrapped, right in ((nn.DataParallel(model), "module"), (torch.compile(model, backend="eager"), "_orig_mod")):
+        with pytest.raises(ArgumentError, match=rf"no module '0'.*\.{right}"):
+            apply(wrapped, plan)  # pyright: ignore[reportArgumentType]
+        apply(getattr(wrapped, right), plan).remove()
+    handle = apply(model, plan)
+    planned = copy.deepcopy(model)
+    handle.remove()
+    with pytest.raises(ArgumentError, match="No handle takes it out: this is a copy"):
+        apply(planned, plan)
+    apply(copy.deepcopy(model), plan).remove()
+
+
 def test_one_module_under_two_paths() -> None:
     """A module that the model calls under two names is placed once; naming both is refused."""
     ours = model()

@@ -7,6 +7,7 @@ the change. A `raise` that no row reaches fails the test below the table, so a n
 
 import ast
 import contextlib
+import copy
 import errno
 import functools
 import json
@@ -1269,6 +1270,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: Plan.from_json('{"version": 1, "source": "", "choices": [{"paths": ["1"], "carry": "false"}]}'),
     lambda: apply(Scale(), Plan(), stores=[OnHost()]),
     lambda: apply(nn.DataParallel(nn.Sequential(Scale())), Plan((Choice(("0",)),))),
+    lambda: apply(nn.DataParallel(nn.Sequential(Scale())), Plan(modules=(("0", "Scale with 1 parameters"),))),
     lambda: simulate(Scale(), (torch.ones(2),), plan="full"),
     lambda: simulate(Scale(), (torch.ones(2),), rounding=-1),
     lambda: measure(nn.LazyLinear(4)),
@@ -1298,6 +1300,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: apply(Scale(), "full"),
     watched_after_removal,
     lambda: [apply(model, Plan((Choice(("",)),))) for model in [Scale()] * 2],
+    lambda: apply(copy.deepcopy(apply(Scale(), Plan((Choice(("",)),))).model), Plan()),
     lambda: plans_two_models_of_one_layer(),
     lambda: apply(torch.nn.Sequential(Scale(), Scale()), Plan((Choice(("00",)),))),
     lambda: apply(torch.nn.Sequential(*[Scale()] * 2), Plan((Choice(("0",)), Choice(("1",))))),

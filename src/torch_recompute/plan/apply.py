@@ -271,14 +271,18 @@ def _check_modules(model: nn.Module, modules: Mapping[str, nn.Module], plan: Pla
                     "  Make one plan, for a model that holds both, or take the first one out:  handle.remove()   (the "
                     "handle is what apply returned)"
                 )
+            write = "Take the first one out:  handle.remove()   (the handle is what apply returned)"
+            if model not in planned_models:
+                write = "No handle takes it out: this is a copy of a model, or that model is gone. Copy before apply."
             raise errors.ArgumentError(
                 f"{type(model).__name__} has a plan already: {path or 'the model itself'} is placed. Two plans on one "
-                "model would nest their regions.\n"
-                "  Take the first one out:  handle.remove()   (the handle is what apply returned)"
+                f"model would nest their regions.\n  {write}"
             )
     placed = {path for choice in plan.all_choices for path in choice.modules}
     for path, expected in sorted(plan.modules, key=lambda row: not row[0]):  # the model itself last
-        found = described(modules[path]) if path in modules else "nothing"
+        if path not in modules:
+            raise errors.ArgumentError(_no_module(model, modules, path))
+        found = described(modules[path])
         if found == expected:
             continue
         if path or path in placed:
@@ -306,6 +310,21 @@ def _check_called(choice: Choice, path: str, module: nn.Module) -> None:
             "logits the loss is made of.\n"
             "  Name the head, Choice(('lm_head',), tiles=8, with_loss=True), or leave with_loss=True out."
         )
+
+
+def _no_module(model: nn.Module, modules: Mapping[str, nn.Module], path: str) -> str:
+    """Text for a path that a plan names and a model does not have."""
+    hint = close_to(path, modules, 3, repr)
+    within = getattr(model, "module", None)
+    if isinstance(within, nn.Module) and path in dict(within.named_modules()):
+        hint = f" The model is inside of {type(model).__name__}: apply(model.module, plan)."
+    if "_orig_mod" in modules:
+        hint = " torch.compile returned it: apply the plan to the model that was compiled, its ._orig_mod."
+    return (
+        f"{type(model).__name__} has no module {path!r}.{hint}\n"
+        "  A plan names modules by the paths of model.named_modules(), of the module that apply is given; a "
+        "plan made for another model, or for the whole of which this is a part, has other paths."
+    )
 
 
 def _of_another_model(plan: Plan, expected: str, found: str) -> str:
@@ -396,19 +415,9 @@ class _Placement:
         return [*inner, *self._regions, *kept, *outer, CheckpointingSwitch(self._model, self._regions)]
 
     def _module(self, path: str) -> nn.Module:
-        if path in self._modules:
-            return self._modules[path]
-        hint = close_to(path, self._modules, 3, repr)
-        within = getattr(self._model, "module", None)
-        if isinstance(within, nn.Module) and path in dict(within.named_modules()):
-            hint = f" The model is inside of {type(self._model).__name__}: apply(model.module, plan)."
-        if "_orig_mod" in self._modules:
-            hint = " torch.compile returned it: apply the plan to the model that was compiled, its ._orig_mod."
-        raise errors.ArgumentError(
-            f"{type(self._model).__name__} has no module {path!r}.{hint}\n"
-            "  A plan names modules by the paths of model.named_modules(), of the module that apply is given; a "
-            "plan made for another model, or for the whole of which this is a part, has other paths."
-        )
+        if path not in self._modules:
+            raise errors.ArgumentError(_no_module(self._model, self._modules, path))
+        return self._modules[path]
 
     def _add_other(self, one: ForwardWrapper, kind: str, choice: Choice) -> None:
         """Adds a wrapper that is not a region; a second one of its kind on a module adds its choice to the first."""
