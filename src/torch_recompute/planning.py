@@ -21,12 +21,12 @@ from torch import nn
 
 from . import errors
 from .errors.text import at_work
-from .memory.batch import Batch, ExampleCall, call_of, tensors_of_call
+from .memory.batch import Batch, ExampleCall, call_of
 from .memory.budget import Budget, Limit, as_budget, bytes_meant, enough, limit_too_small, no_plan_fits, read_budget
 from .memory.loop import COMMON, Loop
 from .memory.saved import generators_as_before
 from .plan.apply import Applied, apply
-from .plan.first_steps import FirstSteps
+from .plan.first_steps import FirstSteps, shapes_of
 from .plan.libraries import all_layers
 from .plan.plan import Plan
 from .plan.ranks import Ranks
@@ -189,8 +189,7 @@ def auto(
     handle = apply(model, found, elastic=memory)
     if planning.speaks:
         sys.stdout.write("; ".join(filter(None, [handle.plan.summary, file and file.said])) + "\n")
-    largest = planning.calls(step)[-1]
-    shapes = [x.shape for x in tensors_of_call(largest)]
+    shapes = shapes_of(model, *planning.calls(step)[-1])
     handle.looking = FirstSteps(handle, planning, shapes, replan=replan)
     handle.looking.put()
     return handle

@@ -284,6 +284,20 @@ def test_figures_go_on_with_the_new_regions() -> None:
     assert all(row.saved_bytes for row in report.rows)
 
 
+def test_the_order_of_keywords_is_no_difference() -> None:
+    """A tensor of a call is compared with that of its own name, whatever the order of the keywords."""
+    net = Made(lambda m, x, y, **others: (m.inside(x) * y * others["w"]).mean() + others["b"].sum(), inside=block())
+    call = {"x": torch.randn(64, WIDTH), "y": torch.ones(64, 1), "w": torch.randn(64, WIDTH), "b": torch.ones(1)}
+    handle = auto(net, call, budget=0.3, device="h100", optimizer=(adam := torch.optim.AdamW(net.parameters())))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(4):
+            net(**dict(reversed(call.items()))).backward()
+            adam.step()
+            adam.zero_grad()
+    assert handle.history == (handle.plan,)
+
+
 def test_a_smaller_step_is_within_the_promise() -> None:
     """A smaller batch, and accumulation that was told and is not there, are no difference."""
     torch.manual_seed(0)

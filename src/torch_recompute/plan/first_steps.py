@@ -41,6 +41,7 @@ from ..memory.saved import generators
 from .apply import Applied
 from .choice import joined
 from .plan import Plan
+from .sizes import in_order, parameters
 from .wrappers import ForwardWrapper
 
 STEPS = 3
@@ -95,6 +96,11 @@ class Planning(Protocol):
         ...
 
 
+def shapes_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, ...]]:
+    """The shapes of the tensors of a call, in an order that does not depend on that of its keywords."""
+    return [x.shape for x in tensors_of_call(in_order(parameters(model), args, dict(sorted(kwargs.items()))))]
+
+
 class _Mark:
     """A hook of a call's graph: says when backward goes through it, and is alive as long as the graph is."""
 
@@ -131,7 +137,7 @@ class _Call:
         leaves, self._spec = _torch.tree_flatten((args, kwargs))
         tensor = torch.Tensor
         self._leaves = [_Layout(x.shape, x.dtype, x.device) if isinstance(x, tensor) else x for x in leaves]
-        self.shapes: list[tuple[int, ...]] = [x.shape for x in tensors_of_call((args, kwargs))]
+        self.shapes = shapes_of(model, args, kwargs)
         self.layers: Counter[str] = Counter()
         self.gradients = any(p.is_leaf and p.grad is not None for p in model.parameters())
         self.device = next((p.device.type for p in model.parameters()), "cpu")

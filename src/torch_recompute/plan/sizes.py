@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,11 +35,15 @@ def parameters(module: nn.Module) -> tuple[str, ...]:
     return tuple(inspect.signature(module.forward).parameters)
 
 
-def size_of(names: Iterable[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Shape | None:
-    """The shape of the first tensor of a call, in the order of the model's arguments `names`; None without one."""
-    in_order = [kwargs[name] for name in names if name in kwargs]
+def in_order(names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments of a call, in the order of the model's arguments `names`; others come last."""
     rest = [value for name, value in kwargs.items() if name not in names]
-    leaves = _torch.tree_leaves([*args, *in_order, *rest])
+    return [*args, *(kwargs[name] for name in names if name in kwargs), *rest]
+
+
+def size_of(names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Shape | None:
+    """The shape of the first tensor of a call, in the order of the model's arguments `names`; None without one."""
+    leaves = _torch.tree_leaves(in_order(names, args, kwargs))
     found = next((x for x in leaves if isinstance(x, torch.Tensor)), None)
     return None if found is None else tuple(found.shape)
 
