@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, overload
 
@@ -174,7 +175,7 @@ def auto(
         ArgumentError: See `make_plan` and `apply`; or `elastic` was given with `offload`, or an `Elastic` with a
             budget; or sizes are no lengths; or the file holds something else; or another rank found no plan.
     """
-    loop, asked = Loop(hold_output, accumulate, set_to_none), read_budget(budget)
+    loop, asked, sizes = Loop(hold_output, accumulate, set_to_none), read_budget(budget), _sizes("auto", sizes)
     memory, leave = _memory(elastic, asked, offload, sizes), Leave.of(offload, host_bandwidth, tiles)
     step = TrainingStep.of("auto", model, batch, kwargs, loss, optimizer, device, loop)
     apply(model, Plan()).remove()  # refuses what could not be applied afterwards
@@ -199,7 +200,7 @@ def _memory(
     elastic: bool | Elastic, budget: Budget, offload: bool | int | str, sizes: Sequence[int] | str
 ) -> Elastic | None:
     """The memory that elastic regions share under a budget; None where they are not elastic."""
-    if isinstance(sizes, int) or (not isinstance(sizes, str) and not all(type(size) is int for size in sizes)):
+    if not isinstance(sizes, str) and not all(type(size) is int for size in sizes):
         raise errors.ArgumentError(
             f"auto(sizes=) takes lengths of sequences, but got {errors.say(sizes)}.\n"
             "  Write sizes=[512, 2048]; for batches apply(model, make_plan(model, budget=..., sizes=[short, long]))."
@@ -628,7 +629,8 @@ def make_plan(
             examples, or it cannot be told where the sequence of a call is.
     """
     args, kwargs, loss = with_labels("make_plan", model, args, kwargs, loss)
-    if isinstance(model, nn.Module) and _are_batches(sizes):
+    sizes = _sizes("make_plan", sizes)
+    if isinstance(model, nn.Module) and not isinstance(sizes, str) and not all(type(size) is int for size in sizes):
         call = cast("tuple[Any, ...]", args), dict(kwargs or {})
     else:
         call = call_of("make_plan", model, args, kwargs, a_module=True)
@@ -648,11 +650,14 @@ def make_plan(
         return _plan_one_device(step, read_budget(budget), sizes, longest, leave)
 
 
-def _are_batches(sizes: Any) -> bool:
-    """Whether sizes are examples of calls, and neither lengths nor a word."""
-    if isinstance(sizes, int):
-        raise errors.ArgumentError(f"make_plan(sizes={sizes}) takes several lengths.\n  Write sizes=[{sizes}].")
-    return not isinstance(sizes, str) and not all(type(size) is int for size in sizes)
+def _sizes(function: str, sizes: Any) -> Sequence[Any] | str:
+    """Sizes as a list, whatever holds them; lengths as Python's numbers, also those of NumPy and of a tensor."""
+    if sizes is None or isinstance(sizes, str):
+        return sizes or ()
+    if not isinstance(sizes, Iterable):
+        raise errors.ArgumentError(f"{function}(sizes={sizes}) takes several lengths.\n  Write sizes=[{sizes}].")
+    several: Any = sizes.tolist() if isinstance(sizes, torch.Tensor) and sizes.ndim == 1 else sizes
+    return [int(one) if isinstance(one, Integral) and type(one) is not bool else one for one in several]
 
 
 def _of_one_rank(model: nn.Module, ranks: Ranks | None) -> nn.Module:

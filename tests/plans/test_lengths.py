@@ -71,6 +71,18 @@ def test_lengths_are_planned_as_examples_are() -> None:
     assert [size.shape for size in by_length.sizes] == [(2, 8), (2, 40)]
 
 
+def test_lengths_may_be_in_anything_that_holds_numbers() -> None:
+    """Lengths as NumPy's numbers, a tensor or a generator are those of a list, and None is none."""
+    model, ids = gpt(1), torch.arange(40).view(2, 20)
+    np = pytest.importorskip("numpy")
+    for given in (np.array([8, 20]), [np.int64(8), 20], torch.tensor([8, 20]), (n for n in (8, 20))):
+        plan = make_plan(model, ids, budget=0.3, device="h100", loss=mean_loss, sizes=given)  # type: ignore[arg-type]
+        assert [size.shape for size in plan.sizes] == [(2, 8), (2, 20)]
+    assert not make_plan(model, ids, budget=0.3, device="h100", loss=mean_loss, sizes=None).sizes  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"float: 8\.0; lengths are whole numbers"):
+        make_plan(model, ids, budget=0.3, loss=mean_loss, sizes=[8.0, 20.0])  # type: ignore[list-item]
+
+
 def test_all_lengths_keep_one_budget_and_pay_for_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each class fits where it ends, simulated and measured; the first needs no region; one plan would replay more."""
     top = 64

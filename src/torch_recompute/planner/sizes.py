@@ -57,7 +57,7 @@ def plan_sizes(
 
 def calls_of(examples: Sequence[Batch | int], step: TrainingStep) -> list[Call]:
     """The calls that sizes are of, given as examples, or as lengths of the step's call."""
-    if any(type(length) is int for length in examples):
+    if any(isinstance(length, (int, float)) for length in examples):
         wrong = next((length for length in examples if type(length) is not int or length < 1), None)
         if wrong is not None:
             raise errors.ArgumentError(
