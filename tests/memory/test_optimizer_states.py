@@ -373,3 +373,14 @@ def test_a_weight_of_4_bits() -> None:
         (wanted,) = torch.autograd.grad(linear(x).sum(), x)
         assert (near - wanted).norm() < 0.12 * wanted.norm()
         assert saved_activations(made, x).total_bytes < linear.weight.nbytes
+
+
+def test_a_function_that_makes_the_optimizer_of_a_model_that_it_reaches() -> None:
+    """It may leave out the parameters that it is given, as `lambda _: model.configure_optimizers()` does."""
+    model, x = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)), torch.randn(4, 16)
+
+    def configured(_: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters())
+
+    found = simulate(model, x, loss=mean_square, optimizer=configured)
+    assert found.peak_bytes == simulate(model, x, loss=mean_square, optimizer=torch.optim.AdamW).peak_bytes

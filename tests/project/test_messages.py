@@ -131,6 +131,22 @@ def no_group() -> ShardedOver:
     return ShardedOver.__new__(ShardedOver)
 
 
+class HidesIn:
+    """Makes an optimizer of a model that it holds where no copy of it is reached."""
+
+    __slots__ = ("model",)
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+
+    def __call__(self, _: object) -> torch.optim.Optimizer:
+        """Returns the optimizer."""
+        return torch.optim.SGD(self.model.parameters())
+
+    def __repr__(self) -> str:
+        return "HidesIn(model)"
+
+
 def nn_linear() -> torch.nn.Module:
     return torch.nn.Linear(3, 3)
 
@@ -1338,6 +1354,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
         nn_linear(), (vector(),), loss=lambda out: torch.autograd.grad(out.sum(), torch.ones(2, requires_grad=True))[0]
     ),
     lambda: simulate(nn_linear(), (vector(),), optimizer=len),
+    lambda: simulate(model := nn_linear(), (vector(),), loss=torch.sum, optimizer=HidesIn(model)),
     # the lens
     lambda: saved_activations(vector(), ()),
     lambda: saved_activations(torch.exp, 3),

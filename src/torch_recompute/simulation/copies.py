@@ -90,7 +90,11 @@ class Faker:
         """A loss over the copies of what it reaches, and those of modules besides, as a teacher or a discriminator."""
         modules = [one for one in _reached_from(loss) if isinstance(one, nn.Module)]
         beside = [self.copy(module) for module in modules if id(module) not in self._memo]
-        return over_copies(loss, self._memo), beside
+        return self.over(loss), beside
+
+    def over(self, function: Any) -> Any:
+        """A function over the copies of what it reaches."""
+        return over_copies(function, self._memo)
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a call: tensors as fakes, anything else as it is."""

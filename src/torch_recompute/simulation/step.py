@@ -322,12 +322,18 @@ class _SimulatedStep:
 
     def _made(self, optimizer: Any) -> torch.optim.Optimizer:
         with self._pretend:
-            made = optimizer(list(self._model.parameters()))
+            made = self._faker.over(optimizer)(list(self._model.parameters()))
         if not isinstance(made, torch.optim.Optimizer):
             raise errors.ArgumentError(
                 "optimizer= takes an optimizer of the model's parameters, or a function from a list "
                 f"of parameters to one, but {errors.say(optimizer)} returned {errors.say(made)}\n"
                 "  Write optimizer=torch.optim.AdamW, or optimizer=lambda p: torch.optim.SGD(p, lr=0.1)."
+            )
+        if not {*self._step.model.parameters()}.isdisjoint(weights_of(made)):
+            raise errors.ArgumentError(
+                f"optimizer={errors.say(optimizer)} makes one of the model's own parameters, and not of those that it "
+                "is given, which are those of a copy: its states would not be counted.\n"
+                "  Write optimizer=lambda p: torch.optim.SGD(p, lr=0.1), which takes them."
             )
         return made
 
