@@ -319,7 +319,8 @@ class _Planning:
                 return False
             planned = partial(type(planned), **planned.defaults)
         try:
-            return bytes_per_element(optimizer, weight) > new_bytes_per_element(planned, weight.dtype)
+            least = new_bytes_per_element(planned, weight.dtype)
+            return least is not None and bytes_per_element(optimizer, weight) > least
         except Exception:  # whatever it asks of the weights that it is given
             return False
 

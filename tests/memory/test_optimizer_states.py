@@ -19,7 +19,7 @@ from torch_recompute.memory.loop import Loop
 from torch_recompute.planner.states import STATES, Stated
 from torch_recompute.simulation.devices import DEVICES
 from torch_recompute.simulation.step import simulate_step
-from torch_recompute.simulation.training_step import TrainingStep
+from torch_recompute.simulation.training_step import TrainingStep, states_of
 
 BLOCK = 256
 Registered = Callable[[nn.Module], list[torch.optim.Optimizer]]
@@ -384,3 +384,6 @@ def test_a_function_that_makes_the_optimizer_of_a_model_that_it_reaches() -> Non
 
     found = simulate(model, x, loss=mean_square, optimizer=configured)
     assert found.peak_bytes == simulate(model, x, loss=mean_square, optimizer=torch.optim.AdamW).peak_bytes
+    before, model[0].weight.grad = model[0].weight.clone(), torch.ones(64, 16)
+    assert states_of(model.parameters(), configured)["states"] == 0
+    assert torch.equal(model[0].weight, before)  # it is asked of a weight of its own, and steps no other

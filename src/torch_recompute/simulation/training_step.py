@@ -337,16 +337,21 @@ def states_of(weights: Iterable[torch.Tensor], optimizer: Any, dtype: torch.dtyp
         if not (getattr(optimizer, "in_backward", False) or gradient_hooks(weight)):  # which may free them one by one
             found["gradients"] += weight.numel() * kind.itemsize
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-            each[kind] = each[kind] if kind in each else new_bytes_per_element(optimizer, kind)
+            each[kind] = each[kind] if kind in each else new_bytes_per_element(optimizer, kind) or 0
             found["states"] += weight.numel() * each[kind]
     return found
 
 
-def new_bytes_per_element(optimizer: Callable[[Any], torch.optim.Optimizer], dtype: torch.dtype) -> int:
-    """The bytes of the states of an optimizer, which is made and steps once, for one element of a weight."""
+def new_bytes_per_element(optimizer: Callable[[Any], torch.optim.Optimizer], dtype: torch.dtype) -> int | None:
+    """The bytes of the states of an optimizer, which is made and steps once, for one element of a weight.
+
+    None for one of other weights than the one that it is given, which are not to be changed.
+    """
     with torch.inference_mode(False), torch.enable_grad():
         weight = nn.Parameter(torch.zeros(64, 64, dtype=dtype))  # enough for moments of 8 bits
         made = optimizer([weight])
+        if any(other is not weight for other in weights_of(made)):
+            return None
         weight.sum().backward()
         made.step()
     return bytes_per_element(made, weight)
