@@ -16,7 +16,9 @@ from torch import nn
 
 from support.models import gpt, ids_of
 from support.zoo import mean_loss
-from torch_recompute import Choice, Plan, Profile, make_plan, measure, profile, saved_activations, simulate
+from torch_recompute import Choice, Plan, Profile, make_plan, measure, profile, saved_activations, simulate, verify
+from torch_recompute.doctor import examine
+from torch_recompute.doctor.verify import Verification
 from torch_recompute.planner import clock as clock_module
 from torch_recompute.planner import planner
 from torch_recompute.planner.clock import Clocked, Replays, Scale, clock, obstacle, spread_of
@@ -74,6 +76,41 @@ def test_generators_are_put_back(name: str) -> None:
     assert random.getstate() == before[0]
     assert all(np.array_equal(a, b) for a, b in zip(np.random.get_state()[1:], before[1], strict=True))
     assert torch.equal(torch.get_rng_state(), before[2])
+
+
+class Momentum(nn.Module):
+    """An encoder beside its moving average, which each forward updates in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online, self.average = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        self.average.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The distance of the two."""
+        with torch.no_grad():
+            for mean, weight in zip(self.average.parameters(), self.online.parameters(), strict=True):
+                mean.lerp_(weight, 0.5)
+        return (self.online(x) - self.average(x)).square().mean()
+
+
+EXAMINED: dict[str, Callable[[nn.Module, torch.Tensor], object]] = {
+    **RUNS,
+    "verify": lambda model, x: verify(model, x, plan=Plan((Choice(("online",)),))),
+    "examine": examine,
+}
+
+
+@pytest.mark.parametrize("name", EXAMINED)
+def test_weights_that_a_forward_writes_to_are_as_before(name: str) -> None:
+    """What runs a model to know about it leaves also those weights as they were, with their versions."""
+    model, x = Momentum(), torch.randn(4, 8)
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    versions = [weight._version for weight in model.parameters()]
+    found = EXAMINED[name](model, x)
+    assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
+    assert [weight._version for weight in model.parameters()] == versions
+    assert not isinstance(found, Verification) or found.noise == 0
 
 
 def test_a_step_is_run_and_nothing_is_changed() -> None:

@@ -247,6 +247,15 @@ class ModelCall:
             for name, leaf in self._leaves.items():
                 leaf.grad = before[name]
 
+    def keep_weights(self, loss: Callable[[Any], Any]) -> None:
+        """Calls model and loss once, so that weights that these write to are put back from now on."""
+        args, kwargs, _ = self._copies()
+        try:
+            with torch.inference_mode(False), torch.enable_grad(), observing(), self._state.keeping_weights():
+                loss(self.model(*args, **kwargs))
+        finally:
+            self.go_back()
+
     def _check(self, value: Any, leaves: Mapping[str, torch.Tensor]) -> None:
         """Refuses a step that has no gradients to compare."""
         if not leaves and not (isinstance(value, torch.Tensor) and value.requires_grad):

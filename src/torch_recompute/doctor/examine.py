@@ -165,6 +165,8 @@ def _observe(call: ModelCall, model: nn.Module, loss: Callable[[Any], torch.Tens
     Raises:
         Exception: The step without recomputation raises as well, so this is the model's own.
     """
+    with contextlib.suppress(Exception):  # which the step below raises as well
+        call.keep_weights(loss)
     watcher = StepWatcher(model, since=since)
     checkpoints: list[str] = []
 

@@ -1,10 +1,11 @@
 """`verify`: compares everything that a step leaves with a plan and without it, to show that the plan changes nothing.
 
-The plain step runs twice, from the same weights, random states, buffers and attributes: what differs then is the
-model's own noise. Then the step with the plan runs, from the same state. Of the gradients, the first one that differs
-is the closest to the cause, because a wrong gradient makes wrong all that come after it in the backward. The likely
-regions are found by a step with each of them alone. A recorder around both steps would name the operation too, but
-under a dispatch mode attention runs other kernels; `audit` explains what is found here.
+One forward finds the weights that it writes to, of which copies are kept. The plain step runs twice, from the same
+weights, random states, buffers and attributes: what differs then is the model's own noise. Then the step with the plan
+runs, from the same state. Of the gradients, the first one that differs is the closest to the cause, because a wrong
+gradient makes wrong all that come after it in the backward. The likely regions are found by a step with each of them
+alone. A recorder around both steps would name the operation too, but under a dispatch mode attention runs other
+kernels; `audit` explains what is found here.
 
 The model is left as it was: weights, gradients, buffers, attributes, random states, no plan. No optimizer runs.
 """
@@ -130,11 +131,11 @@ def verify(
         found = verify(model, batch, plan=plan)
         assert found, found
 
-    The model runs as it is, in the mode that it is in, three times: twice without the plan, which shows how far two
-    plain steps are apart (on a CPU they are the same to the bit), and once with it. If anything differs by more than
-    that, up to eight regions are tried alone. Each step starts from the same weights, random states, buffers and
-    attributes, which are put back at the end, as are gradients; no optimizer runs. The gradients of two steps are held
-    at a time.
+    The model runs as it is, in the mode that it is in, three times after a forward: twice without the plan, which shows
+    how far two plain steps are apart (on a CPU they are the same to the bit), and once with it. If anything differs by
+    more than that, up to eight regions are tried alone. Each step starts from the same weights, random states, buffers
+    and attributes, which are put back at the end, as are gradients; no optimizer runs. The gradients of two steps are
+    held at a time.
 
     Args:
         model: The model, without a plan in it. Of one in `DistributedDataParallel` the module inside is verified.
@@ -194,6 +195,7 @@ class _Comparison:
     def __init__(self, call: ModelCall, loss: Callable[[Any], torch.Tensor]) -> None:
         self._call, self._loss = call, loss
         try:
+            call.keep_weights(loss)
             self._plain = call.step(loss)
             call.go_back()
             self.noise = Noise(self._plain, call.step(loss))

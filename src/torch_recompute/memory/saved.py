@@ -32,7 +32,8 @@ import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from .. import errors
+from .. import _torch, errors
+from .._torch.compiler import all_uncompiled
 from .._torch.storages import set_versions, versions_of
 from ..engine.arguments import Call
 from ..engine.captures import Captures, undo
@@ -57,8 +58,8 @@ def saved_activations(
         kept.total_bytes, kept.by_module(), kept.by_line(), kept.by_kind()
 
     The model is called once, with grad, on its arguments as they are; fake and meta tensors will do, so a model of
-    any size can be asked. Gradients, generators, hooks and the buffers of its modules are left as they were (the
-    buffers are copied for the time of the call); caches of autocast are emptied.
+    any size can be asked. Gradients, generators, hooks, weights and the buffers of its modules are left as they were
+    (the buffers are copied for the time of the call); caches of autocast are emptied.
 
     Args:
         model: A module or another callable.
@@ -139,11 +140,12 @@ def _explain_the_rest(
 
 @contextmanager
 def _state_as_before(reach: Captures, values: list[Any]) -> Generator[None]:
-    """Puts back the buffers and generators that a call reaches, PyTorch's own, Python's and NumPy's."""
+    """Puts back the buffers, weights and generators that a call reaches, PyTorch's own, Python's and NumPy's."""
     reached = CallState(reach, values)
     with generators_as_before():
         try:
-            yield
+            with reached.keeping_weights():
+                yield
         finally:
             reached.restore()
 
@@ -165,11 +167,30 @@ def generators_as_before() -> Generator[None]:
             ambient.restore(state)
 
 
+class _BeforeWrites(_torch.TorchDispatchMode):
+    """Copies each of some storages, by `id`, before the first operation that writes to it."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, waiting: dict[int, torch.UntypedStorage]) -> None:
+        super().__init__()
+        self._waiting = waiting
+        self.kept: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for _, storage in storages(_torch.written_by(func, args, kwargs or {})):
+            if self._waiting.pop(id(storage), None) is not None:
+                self.kept.append((storage, storage.clone()))
+        return func(*args, **(kwargs or {}))
+
+
 _HOOKS = frozenset(name for name in vars(nn.Module()) if "_hooks" in name)
 
 
 class CallState:
-    """The buffers, generators and tables of hooks that a call reaches, as they are now.
+    """The buffers, weights, generators and tables of hooks that a call reaches, as they are now.
 
     Attributes:
         generators: Each generator, with its state.
@@ -183,9 +204,21 @@ class CallState:
         buffers = [buffer for held in reach.buffers() for buffer in held.values() if buffer is not None]
         stored = {id(storage): storage for buffer in buffers for _, storage in storages(buffer)}.values()
         self._contents = [(storage, storage.clone()) for storage in stored if storage.device.type != "meta"]
-        self._versions = versions_of(buffers)  # a graph around may have saved them
+        self._weights = [weight for module in reach.modules for weight in module.parameters(recurse=False)]
+        self._versions = versions_of([*buffers, *self._weights])  # a graph around may have saved them
         generators = [*reach.generators, *(value for value in values if isinstance(value, torch.Generator))]
         self.generators = [(generator, generator.get_state()) for generator in generators]
+
+    @contextmanager
+    def keeping_weights(self) -> Generator[None]:
+        """Copies the weights that a call within writes to, as a momentum encoder's, before it does."""
+        waiting = {id(storage): storage for _, storage in storages(self._weights) if storage.device.type != "meta"}
+        mode = _BeforeWrites(waiting)
+        try:
+            with all_uncompiled(), mode:
+                yield
+        finally:
+            self._contents += mode.kept
 
     def restore(self, *written: tuple[torch.UntypedStorage, torch.UntypedStorage]) -> None:
         """Makes them as they were; storages `written` to get the content beside them."""

@@ -13,8 +13,9 @@ gradients it was 2 to 6 % too short where steps are long; less replays alone, 28
 differences the smallest counts, since those of long steps are mostly noise.
 
 The step is that of a copy: its parameters are new ones over the same memory, so that gradients and hooks of parameters
-are not touched, and everything else is copied. The optimizer's step is not run, since it would change the weights; its
-operations stay priced one by one. Random states are put back. Nothing is run where other ranks could be waited for.
+are not touched, and everything else is copied, as are parameters that the forward writes to (a momentum encoder's). The
+optimizer's step is not run, since it would change the weights; its operations stay priced one by one. Random states are
+put back. Nothing is run where other ranks could be waited for.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -139,14 +140,16 @@ def clock(
     plan: Plan,
     device: torch.device,
     region: float = 0.0,
+    written: Collection[str] = (),
 ) -> Clocked:
     """Runs forward and backward of a copy of a model under a plan, once to warm up and then some times.
 
     Long steps are run twice, the forwards to compare once; one that mostly waits for other processes is not run again.
-    The model's tensors are on the device; of the arguments copies are used. `region` is the price of a region.
+    The model's tensors are on the device; of the arguments copies are used, and of the weights that the forward has
+    `written`, by name. `region` is the price of a region.
     """
     with generators_as_before(), torch.inference_mode(False), torch.enable_grad(), on(device):
-        losses = dict(_copy(model, loss) for _ in range(2))
+        losses = dict(_copy(model, loss, written) for _ in range(2))
         bare, same = losses
         apply(same, plan)
         began = time.perf_counter()
@@ -197,11 +200,12 @@ def spread_of(steps: Sequence[float]) -> float:
     return statistics.median(steps) / min(steps) - 1
 
 
-def _copy(model: nn.Module, loss: Loss) -> tuple[nn.Module, Loss]:
-    """A copy of a model whose parameters are new ones over the same memory, and its loss, which may reach the model."""
+def _copy(model: nn.Module, loss: Loss, written: Collection[str]) -> tuple[nn.Module, Loss]:
+    """A copy of a model and its loss, which may reach the model; weights that are not written to share its memory."""
     memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        made = memo[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
+    for name, parameter in model.named_parameters():
+        weight = parameter.detach().clone() if name in written else parameter.detach()
+        made = memo[id(parameter)] = nn.Parameter(weight, parameter.requires_grad)
         for attribute, value in vars(parameter).items():
             setattr(made, attribute, value)
     made = copy.deepcopy(model, memo)

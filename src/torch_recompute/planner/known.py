@@ -72,6 +72,7 @@ class Known:
         own_peak_bytes: The peak of the step without a plan, where a plan switches something in the model.
         ran: The operations of the step without recomputation by phase, and how often each ran.
         order: Of these, those of forward and backward in their order, where ranks send beside them.
+        written: The weights that the forward writes to.
         segments: The paths and kinds of the segments, the routers, and the dtype of autocast in the first segment.
         tiling: What may be in tiles, and in how many.
         ways: The options of each kind of segment.
@@ -85,6 +86,7 @@ class Known:
     own_peak_bytes: int | None = None
     ran: Counter[tuple[str, Op]] = field(default_factory=Counter[tuple[str, "Op"]])
     order: list[Op] = field(default_factory=list["Op"])
+    written: frozenset[str] = frozenset()
     segments: tuple[list[str], list[str], tuple[str, ...], str] | None = None
     tiling: InTiles | None = None
     ways: dict[str, Kind] = field(default_factory=dict[str, "Kind"])

@@ -26,13 +26,17 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
-from .. import errors
+import torch
+from torch import nn
+
+from .. import _torch, errors
 from ..errors.text import counted, doing
 from ..memory.budget import FIT, Budget, Limit, bytes_meant, no_plan_fits, read_budget
 from ..memory.free import free_bytes
+from ..memory.ledger import storages
 from ..memory.operations import Operation
 from ..memory.reserved import EXPANDABLE, expands
-from ..plan.apply import apply
+from ..plan.apply import Applied, apply
 from ..plan.choice import Choice, joined
 from ..plan.libraries import switched
 from ..plan.plan import Plan, Switched
@@ -74,6 +78,31 @@ ROUNDS = 8
 TRIED = 20  # choices per kind of segment
 
 Checked = tuple[Solution, Simulation, Costs]  # a choice, the step with it, and costs that reproduce that step
+
+
+class _Weights:
+    """The weights of a copied model that its forward writes to in place, as a momentum encoder's.
+
+    Attributes:
+        written: Their names.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[torch.UntypedStorage] = []  # so that each has the same identity all the time
+        self._names: dict[int, set[str]] = {}
+        self.written: set[str] = set()
+
+    def are_of(self, model: nn.Module) -> None:
+        """Names the weights of a model, by their memory."""
+        for name, weight in model.named_parameters():
+            for _, storage in storages(weight):
+                self._held.append(storage)
+                self._names.setdefault(id(storage), set()).add(name)
+
+    def see(self, ran: Operation) -> None:
+        """Notes what an operation writes to."""
+        for _, storage in storages(_torch.written_by(ran.func, ran.args, ran.kwargs)):
+            self.written |= self._names.get(id(storage), set())
 
 
 class Planner:
@@ -146,6 +175,7 @@ class Planner:
         self.always = Always(() if head is None else (head,), words=(self._tiling.words,))
         if head is None:
             self.known.ran, self.known.order = whole.known.ran, whole.known.order
+            self.known.written = whole.known.written
 
     def _segments(self) -> tuple[list[str], list[str], tuple[str, ...], str]:
         """The paths and kinds of the segments, the routers, and the dtype of autocast."""
@@ -392,7 +422,8 @@ class Planner:
         if why:
             return why
         try:
-            held = (*model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None))
+            copied = (weight for name, weight in model.named_parameters() if name in self.known.written)
+            held = (*model.buffers(), *copied, *(p.grad for p in model.parameters() if p.grad is not None))
             room = free_bytes(model, device) - sum(tensor.nbytes for tensor in held)
         except errors.ArgumentError as error:
             return str(error)
@@ -406,7 +437,8 @@ class Planner:
             if key not in self.known.clocked:
                 doing("running the step to time it")
                 region = self._host_seconds.region
-                self.known.clocked[key] = clock(model, *call, self.step.loss or loss_of, plan, device, region)
+                loss, written = self.step.loss or loss_of, self.known.written
+                self.known.clocked[key] = clock(model, *call, loss, plan, device, region, written)
             return self.known.clocked[key]
 
         base = Plan(self.always.choices)
@@ -429,16 +461,23 @@ class Planner:
             return self.known.simulations[key]
         ran: Counter[tuple[str, Op]] = Counter()
         order: list[Op] = []
+        weights = _Weights()
 
         def count(phase: str, operation: Operation) -> None:
             op = op_of(operation)
+            if phase in ("forward", "loss"):
+                weights.see(operation)
             if op is not None:
                 ran[phase, op] += 1
                 if phase != "optimizer" and self.step.ranks.fully_sharded:
                     order.append(op)
 
         stores = {"host": HostApart()} if any(choice.store for choice in plan) else {}
-        prepare = partial(apply, plan=plan, stores=stores)
+
+        def prepare(copied: nn.Module) -> Applied:
+            weights.are_of(copied)
+            return apply(copied, plan, stores=stores)
+
         doing(f"simulating the step with {counted(len(key), 'region')}" if key else "simulating the step")
         watch = count if key == self.always.choices else None
         found = simulate_step(self.step, prepare=prepare, watch=watch)
@@ -448,7 +487,7 @@ class Planner:
             return self.simulated(plan)
         self.known.simulations[key] = found
         if watch is not None:
-            self.known.ran, self.known.order = ran, order
+            self.known.ran, self.known.order, self.known.written = ran, order, frozenset(weights.written)
         return found
 
     def _calibrated(
