@@ -216,6 +216,19 @@ def test_states_in_attributes_of_the_optimizers_own(instance: bool, budget: floa
     assert m.peak_bytes == promise
 
 
+def test_a_scheduler_steps_the_copy() -> None:
+    """Schedulers put a `step` over their optimizer on it: the copy's own runs, and states count; nothing is trained."""
+    model, x = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)), torch.randn(64, 16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    mean_square(model(x)).backward()
+    before = [weight.detach().clone() for weight in model.parameters()]
+    named = simulate(model, (x,), loss=mean_square, optimizer="adamw", set_to_none=False)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    assert simulate(model, (x,), loss=mean_square, optimizer=optimizer, set_to_none=False) == named
+    assert not optimizer.state
+    assert all(map(torch.equal, model.parameters(), before))
+
+
 @pytest.mark.parametrize("make", [EightBits, MasterWeights])
 def test_states_of_its_own(make: Any) -> None:
     """An optimizer with states of 8 bits, or with copies of weights in 32, is simulated as it is measured."""

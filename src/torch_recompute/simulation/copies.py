@@ -59,9 +59,12 @@ class Faker:
         with _Copying(self):
             made = copy.deepcopy(things, self._memo)
             for thing, copied in zip(things, made, strict=True) if several else [(things, made)]:
-                if isinstance(thing, torch.optim.Optimizer):  # whose `__getstate__` leaves out what is a subclass's own
-                    own = {name: value for name, value in vars(thing).items() if name not in vars(copied)}
-                    vars(copied).update(copy.deepcopy(own, self._memo))
+                if isinstance(thing, torch.optim.Optimizer):
+                    # Its `__getstate__` leaves out what is a subclass's own, and a scheduler's `step` of the original.
+                    kind, there = type(thing), vars(copied)
+                    own = {name: value for name, value in vars(thing).items() if name not in there}
+                    own = {name: value for name, value in own.items() if not callable(getattr(kind, name, None))}
+                    there.update(copy.deepcopy(own, self._memo))
                 if isinstance(thing, nn.Module):
                     reach_copies(copied, self._memo)
         return made
