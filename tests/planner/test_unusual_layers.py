@@ -563,6 +563,16 @@ class Reads(nn.Module):
 WAYS = ("nothing new", "an attribute", "a list that it is given", "a dataclass", "Python's draw", "torch's draw")
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_two_layers_that_draw_may_do_less_than_twice_one(seed: int) -> None:
+    """One region around both is planned also where its second layer leaves itself out, which the first alone did not."""
+    model, x = Reads(*(["torch's draw"] * 3), "its result"), torch.randn(128, 16)
+    torch.manual_seed(seed)
+    plan = make_plan(model, (x,), budget=0.01, optimizer="sgd", device="h100")
+    assert plan.prediction is not None
+    assert plan.prediction.replay_flops >= 0
+
+
 @pytest.mark.parametrize("budget", [0.5, 0.01])
 @pytest.mark.parametrize("way", WAYS)
 def test_layers_that_return_something_else(way: str, budget: float) -> None:

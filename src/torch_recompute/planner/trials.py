@@ -126,7 +126,7 @@ class Tried:
             seconds = max(device + seconds, launches + added) - max(device, launches)
         else:
             seconds += added
-        flops = sum(op.flops * count for op, count in counts.items())
+        flops = max(0, sum(op.flops * count for op, count in counts.items()))  # layers may leave themselves out
         levels = self.saved_bytes, self.forward_bytes, self.backward_bytes
         return Option(regions, *levels, seconds, flops, span, self.host_bytes)
 
