@@ -368,6 +368,24 @@ def test_two_losses_of_two_outputs_are_no_difference() -> None:
         adam.zero_grad()
 
 
+def test_adversarial_examples_are_of_the_step_that_trains_on_them() -> None:
+    """Forwards whose `autograd.grad` adds to no gradient end no step; the plan is then of the mode that trains."""
+    training = Training("zeroed")
+    first = training.handle.plan
+    for _ in range(3):
+        training.model.eval()
+        x = training.x.clone().requires_grad_()
+        for _ in range(3):
+            (gradient,) = torch.autograd.grad(training.model(x), x)
+            x = (x + gradient.sign()).detach().requires_grad_()
+        training.model.train()
+        training.step()
+    assert training.handle.plan is not first
+    assert training.handle.plan.loop.training
+    assert training.handle.plan.loop.accumulate == 1
+    assert training.peak() == pytest.approx(training.promise, rel=0.005)
+
+
 @pytest.mark.parametrize("grad", [False, True])
 def test_calls_beside_the_training_are_not_counted(grad: bool) -> None:
     """Validation between two steps, and a layer that is called by itself, make no layer run more often."""

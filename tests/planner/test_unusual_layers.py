@@ -565,7 +565,7 @@ WAYS = ("nothing new", "an attribute", "a list that it is given", "a dataclass",
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_two_layers_that_draw_may_do_less_than_twice_one(seed: int) -> None:
-    """One region around both is planned also where its second layer leaves itself out, which the first alone did not."""
+    """One region around both is planned where its second layer leaves itself out, which the first did not."""
     model, x = Reads(*(["torch's draw"] * 3), "its result"), torch.randn(128, 16)
     torch.manual_seed(seed)
     plan = make_plan(model, (x,), budget=0.01, optimizer="sgd", device="h100")

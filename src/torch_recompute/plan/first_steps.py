@@ -24,6 +24,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -110,6 +111,8 @@ class _Mark:
     def __call__(self, gradient: torch.Tensor) -> None:
         call, task = self._call, _torch.graph_task_id()
         call.again |= call.retained and task != call.task
+        if task != call.task:
+            _torch.after_backward(partial(call.ended, call.versions()))
         call.backward, call.task = True, task
         call.retained = _torch.graph_is_kept()  # of the last one: an earlier one may have had to keep it
 
@@ -139,11 +142,12 @@ class _Call:
         self._leaves = [_Layout(x.shape, x.dtype, x.device) if isinstance(x, tensor) else x for x in leaves]
         self.shapes = shapes_of(model, args, kwargs)
         self.layers: Counter[str] = Counter()
-        self.gradients = any(p.is_leaf and p.grad is not None for p in model.parameters())
+        self._weights = [weight for weight in model.parameters() if weight.is_leaf]
+        self.gradients = any(weight.grad is not None for weight in self._weights)
         self.device = next((p.device.type for p in model.parameters()), "cpu")
         self.autocast = _torch.autocast_dtype(self.device)
         self.draws, self.training = generators(), model.training
-        self.backward = self.retained = self.again = False
+        self.backward = self.retained = self.again = self.accumulated = False
         self.task = -1  # of autograd's engine, for the last backward through it
         self._graph: weakref.ref[_Mark] | None = None
 
@@ -160,6 +164,15 @@ class _Call:
         for tensor in _torch.tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(mark)
+
+    def versions(self) -> list[tuple[int, int]]:
+        """What changes where a backward adds to gradients, or steps an optimizer that frees them."""
+        gradients = [weight.grad for weight in self._weights if weight.grad is not None]
+        return [(id(tensor), _torch.version_of(tensor)) for tensor in (*self._weights, *gradients)]
+
+    def ended(self, versions: list[tuple[int, int]]) -> None:
+        """Called after a backward through it; `autograd.grad` changes nothing."""
+        self.accumulated |= versions != self.versions()
 
     @property
     def in_flight(self) -> bool:
@@ -303,11 +316,12 @@ class FirstSteps(ForwardWrapper):
         if self._shapes is None:
             self._plan_again([], call, given)
             return
-        over = bool(self._stepped) or not call.gradients or len(self._calls) >= MOST_CALLS
+        cleared = not call.gradients and any(one.accumulated for one in self._calls)
+        over = bool(self._stepped) or cleared or len(self._calls) >= MOST_CALLS
         if not over or any(one.in_flight for one in self._calls):
             return
         calls = self._calls = [one for one in self._calls if one.backward]
-        if not calls:
+        if not calls or call.training != _trained(calls)[0].training:  # the plan is of the mode that it is made in
             return
         self._steps += 1
         found = list(self._differences(calls, call)) or list(_together(calls))
@@ -327,10 +341,11 @@ class FirstSteps(ForwardWrapper):
         """Yields the differences between a step and the planned one."""
         prediction = self._handle.plan.prediction
         loop = (prediction and prediction.loop) or COMMON
-        first, many = calls[0], len(calls)
+        trained = _trained(calls)
+        first, many = trained[0], len(trained)
         zeroed = any(weight.grad is not None for one in self._stepped for weight in weights_of(one))
         uncleared = following.gradients and not (zeroed or loop.keeps_gradients or loop.uncleared)
-        if not loop.keeps_gradients and any(call.gradients for call in calls[1:]):
+        if not loop.keeps_gradients and any(call.gradients for call in trained[1:]):
             what = f"{many} backwards come before a step of the optimizer"
             yield Deviation(what, f"accumulate={many}", options={"accumulate": many})
         elif not loop.keeps_gradients and zeroed:
@@ -447,6 +462,11 @@ class FirstSteps(ForwardWrapper):
             why = "; ".join(one.what for one in found)
             again = f"planned again in {time.perf_counter() - began:.1f} s" + (f" ({why})" if why else "")
             sys.stdout.write(f"{self._handle.plan.summary}; {again if found else again.replace('again ', '')}\n")
+
+
+def _trained(calls: Sequence[_Call]) -> Sequence[_Call]:
+    """The calls whose backward adds to gradients, which that of an adversarial example does not."""
+    return [call for call in calls if call.accumulated] or calls
 
 
 def _together(calls: Sequence[_Call]) -> Iterator[Deviation]:
