@@ -343,6 +343,24 @@ def saved_tensors_of_a_custom_function_are_replaced(t: Any) -> Any:
     return y.grad_fn.saved_tensors[0].tolist()
 
 
+@row("graphs.in_function", [False, False, False, True])
+def a_function_among_others(t: Any) -> Any:
+    """Neither mode without gradients is a Function's forward."""
+    found: list[bool] = []
+
+    class Asks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            found.append(t.graphs.in_function())
+            return x.clone()
+
+    for mode in (contextlib.nullcontext, torch.no_grad, torch.inference_mode):
+        with mode():
+            found.append(t.graphs.in_function())
+    Asks.apply(vector())
+    return found
+
+
 each("graphs.function_of", [Look, None], Look.apply(vector(), int).grad_fn, vector().sin().grad_fn)
 
 

@@ -117,6 +117,11 @@ def function_of(node: Any) -> type | None:
     return getattr(node, "_forward_cls", None)
 
 
+def in_function() -> bool:
+    """Whether this is in the forward of an autograd Function, which `torch.no_grad()` alone is not."""
+    return not (torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
+
+
 capture_stack: Callable[[], Any] = CapturedTraceback.extract
 
 

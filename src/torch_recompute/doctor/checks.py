@@ -308,8 +308,8 @@ def _buffers_updated_twice(evidence: Evidence, observed: Observations) -> Iterat
         yield _found(
             where,
             f"{counted(len(names), 'buffer')} ({names[0]}): changed by the forward, and "
-            f"again in {times(max(changed[name] for name in names))} of {observed.backwards} backwards.",
-            "real steps: the buffers were compared when a backward had ended with what its forward left.",
+            f"again in {max(changed[name] for name in names)} of {counted(observed.backwards, 'backward')}.",
+            "real steps: the buffers were compared when a backward had ended with what they were when it began.",
             "`torch_recompute.checkpoint` instead of `torch.utils.checkpoint.checkpoint` (the same "
             "arguments), or a plan: their replays put buffers back.",
             buffers=len(names),

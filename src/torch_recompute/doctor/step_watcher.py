@@ -1,8 +1,8 @@
 """Watches real steps of a model, by hooks on its modules and parameters and by counters that exist anyway.
 
 The calls of each module are counted, in forward and in backward, which shows work that is done a third time, whichever
-library checkpoints it. Buffers are copied when a forward ends and compared when the backward has ended: a replay
-changed them. The gradients that each parameter gets are counted, and replays of a plan's regions are timed. After the
+library checkpoints it. Buffers are copied when a backward begins and compared when it has ended: a replay changed
+them. The gradients that each parameter gets are counted, and replays of a plan's regions are timed. After the
 first steps two hooks remain: one takes the time and reads how many bytes are alive, and one marks the graph of each
 output, with a mark that dies with it. Where more bytes are alive, or more marks outlive their step, than in the first
 steps, all hooks are registered again for a while. Inside `torch.compile` each hook returns at once, because it would
@@ -39,7 +39,7 @@ from ..memory.retainers import holders_of, separate_parts
 from ..plan.apply import Region
 from ..plan.observe import watching
 from ..plan.wrappers import wrappers_on
-from .compare import Difference
+from .compare import Difference, distance
 
 if TYPE_CHECKING:
     from ..distributed import Reentrant
@@ -161,7 +161,7 @@ class Observations:
     backwards: int = 0  # that have ended
     changed_buffers: Counter[str] = field(default_factory=Counter[str])  # by a backward, and in how many
     reentrant: tuple[Reentrant, ...] = ()  # checkpoints that call backward inside backward
-    without_grad: tuple[str, ...] = ()  # modules with trainable parameters that ran without grad in a model with it
+    without_grad: tuple[str, ...] = ()  # modules with trainable parameters that an autograd Function ran without grad
     gradients: Counter[str] = field(default_factory=Counter[str])  # given to each trainable parameter
     owners: dict[str, str] = field(default_factory=dict[str, str])  # paths of the modules of trainable parameters
     trained_plainly: frozenset[str] | None = None  # given a gradient when reentrant checkpoints are plain calls
@@ -363,8 +363,6 @@ class StepWatcher:
         step = self._steps[-1] if self._close else _ModelOutputs()
         step.ends(output)
         leaves = [leaf for leaf in _torch.tensors_in(output) if leaf.requires_grad]
-        if self._close:
-            self._buffers = {name: buffer.detach().clone() for name, buffer in self._model.named_buffers()}
         if self._close and leaves:
             from ..distributed import find_reentrant  # takes two seconds to import
 
@@ -380,6 +378,8 @@ class StepWatcher:
         before, self._task = self._task, _torch.graph_task_id()
         step.task = self._task
         if before != self._task:  # an output of several tensors has a hook on each
+            if self._close:
+                self._buffers = {name: buffer.detach().clone() for name, buffer in self._model.named_buffers()}
             _torch.after_backward(self._backward_over)
             self._find_sums(step)
 
@@ -401,7 +401,7 @@ class StepWatcher:
         self._found.backwards += 1
         for name, buffer in self._model.named_buffers():
             then = self._buffers.get(name)
-            if then is not None and (then.shape != buffer.shape or not torch.equal(then, buffer.detach())):
+            if then is not None and distance(then, buffer):
                 self._found.changed_buffers[name] += 1
 
     def _count_call(self, path: str, trainable: bool, _module: nn.Module, _args: Any) -> None:
@@ -411,7 +411,7 @@ class StepWatcher:
             self._found.calls_in_backward[path] += 1
             return
         self._found.calls[path] += 1
-        if trainable and self._grad and not torch.is_grad_enabled():
+        if trainable and self._grad and not torch.is_grad_enabled() and graphs.in_function():
             self._without_grad[path] = None
 
     def _add_output(self, path: str, _module: nn.Module, _args: Any, output: Any) -> None:
