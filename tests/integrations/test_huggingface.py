@@ -9,6 +9,7 @@ import copy
 import itertools
 import json
 import pickle
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -456,6 +457,19 @@ def test_the_measured_peak_is_lower_with_a_plan(tmp_path: Path) -> None:
         train(build("llama")[0], tmp_path, [callback])
         peaks[policy] = callback.figures["recompute_peak_bytes"]
     assert peaks["full"] < peaks["none"]
+
+
+@pytest.mark.parametrize("of", ["callback", "arguments"])
+def test_a_search_makes_regions_in_every_model(of: str) -> None:
+    """A callback that has trained one model makes regions in the next one, as a search over parameters has many."""
+    arguments = types.SimpleNamespace(activation_checkpointing_kwargs={"policy": "full"})
+    callback = RecomputeCallback("full" if of == "callback" else None)
+    models = [build("llama")[0] for _ in range(2)]
+    for model in (models[0], models[0], models[1]):
+        callback.on_train_begin(arguments, None, None, model)
+        with runs(model) as count:
+            step(model, build("llama")[1])
+        assert count[0] == 2 * LAYERS
 
 
 @pytest.mark.parametrize("every", [None, 3])

@@ -61,6 +61,15 @@ def test_a_plan_is_there_while_fitting(remove: bool) -> None:
     assert (callback.handle is None) is remove
 
 
+def test_the_next_model_gets_the_plan_too() -> None:
+    """A callback that has fitted one model makes regions in the next, and none again in the one that has them."""
+    callback, models = Recompute("full"), [decoder(), decoder()]
+    once = runs_of(models[0], lambda: fit(models[0], None))
+    for model in (models[0], models[0], models[1]):
+        assert runs_of(model, lambda model=model: fit(model, callback)) == 2 * once
+        assert getattr(callback.handle, "model", None) is model
+
+
 def test_two_batches_are_watched() -> None:
     """Figures of the first two batches are logged after the second, and no other batch is watched."""
     model = decoder()

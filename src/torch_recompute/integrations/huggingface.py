@@ -25,7 +25,7 @@ from .. import errors, memory
 from ..memory.loop import Loop
 from ..planning import plan_first_call
 from ..simulation.training_step import loss_of
-from .policies import Applied, Policy, StepFigures, apply, check_loop, one_of, plan_of
+from .policies import Applied, Policy, StepFigures, apply, check_loop, held_for, one_of, plan_of
 
 if TYPE_CHECKING:
     from transformers.trainer_callback import TrainerCallback
@@ -79,6 +79,7 @@ class RecomputeCallback(TrainerCallback):
     ) -> None:
         self.handle: Applied | None = policy if isinstance(policy, Applied) else None
         self.figures: dict[str, float] = {}
+        self._given = self.handle
         self._policy = None if isinstance(policy, Applied) else policy
         self._budget = one_of("RecomputeCallback", policy, budget)
         self._remove = remove
@@ -93,6 +94,9 @@ class RecomputeCallback(TrainerCallback):
         self._close()
         self._measured, self._taking, self.figures = None, StepFigures(self._every), {}
         self._peak = self._peak and not getattr(args, "torch_compile", False)
+        self.handle = self._given or held_for(
+            model, self.handle
+        )  # a search for parameters trains one model after another
         if self.handle is None and self._budget is not None:
             if getattr(args, "torch_compile", False):
                 setting, why = "torch_compile=True", "torch.compile traces the first call, where nothing can be planned"

@@ -19,7 +19,7 @@ from torch import nn
 from ..memory.loop import Loop
 from ..planning import plan_first_call
 from ..simulation.training_step import Loss
-from .policies import Applied, Policy, StepFigures, apply, check_loop, one_of
+from .policies import Applied, Policy, StepFigures, apply, check_loop, held_for, one_of
 
 if TYPE_CHECKING:
 
@@ -87,14 +87,17 @@ class Recompute(Callback):
         super().__init__()
         self.handle: Applied | None = None
         self.figures: dict[str, float] = {}
-        self._taking = StepFigures(every)
+        self._every, self._taking = every, StepFigures(every)
         self._policy = policy
         self._budget, self._loss = one_of("Recompute", policy, budget, must=True), loss
         self._remove = remove
 
     def setup(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
         """Applies the plan, before the strategy takes the model."""
-        if stage == "fit" and self.handle is None and self._policy is not None:
+        if stage != "fit":
+            return
+        self.handle, self._taking = held_for(pl_module, self.handle), StepFigures(self._every)
+        if self.handle is None and self._policy is not None:
             self.handle = apply(pl_module, self._policy)
             check_loop(self.handle.plan, training_loop(trainer))
 

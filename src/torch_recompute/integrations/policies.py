@@ -23,7 +23,7 @@ from ..plan.apply import not_applicable
 from ..plan.config import Policy, plan_of
 from ..stores import Store
 
-__all__ = ["Applied", "Policy", "StepFigures", "apply", "check_loop", "one_of", "plan_of"]
+__all__ = ["Applied", "Policy", "StepFigures", "apply", "check_loop", "held_for", "one_of", "plan_of"]
 
 WATCHED = 2  # steps at a time: bytes, FLOPs and decisions are those of the first, seconds those of the second
 
@@ -76,6 +76,11 @@ def one_of(what: str, policy: object, budget: Budget | None, *, must: bool = Fal
     if budget is not None:
         read_budget(budget)
     return budget
+
+
+def held_for(model: nn.Module, handle: Applied | None) -> Applied | None:
+    """Returns the handle of a callback that is used again; None where its plan is in no part of this model."""
+    return handle if handle is not None and any(module is handle.model for module in model.modules()) else None
 
 
 class StepFigures:
