@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from torch_recompute import Choice, Plan, RecomputeConfig
+from torch_recompute import ArgumentError, Choice, Plan, RecomputeConfig
 from torch_recompute.commands import bench as run
 from torch_recompute.commands import cli, trials
 from torch_recompute.commands.bench import CONTROL, OK, BenchConfig, Golden, Journal
@@ -752,9 +752,10 @@ def test_a_file_of_results_that_is_none(tmp_path: Path) -> None:
     last = Journal(path)
     assert last.get("key", 0) == [good()]
     assert last.get("key", 1) is last.get("other", 0) is None
-    path.write_text("hello\n" + path.read_text())
-    with pytest.raises(Exception, match="whose line 1 is no result of bench run"):
-        Journal(path)
+    for other in ("hello", "\udcff"):  # the latter is no text
+        path.write_text(f"{other}\n", errors="surrogateescape")
+        with pytest.raises(ArgumentError, match="whose line 1 is no result of bench run"):
+            Journal(path)
 
 
 def test_the_limit_is_beyond_what_libraries_take(monkeypatch: pytest.MonkeyPatch) -> None:

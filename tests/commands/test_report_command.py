@@ -1,6 +1,7 @@
 """`torch-recompute report`: from a plan's file to page, snapshot, picture and table; and what is refused."""
 
 import json
+import os
 import pickle
 import sys
 from pathlib import Path
@@ -72,6 +73,17 @@ def test_a_file_is_enough(made: str, capsys: pytest.CaptureFixture[str]) -> None
     drawn = Path("step.svg").read_text()
     assert drawn.startswith("<?xml")
     assert "#ee964b" in drawn  # what replays rebuild
+
+
+def test_a_plan_comes_through_a_pipe(made: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file that can be read only once, as `<(...)` of a shell, says both plan and step."""
+    capsys.readouterr()
+    reading, writing = os.pipe()
+    with open(writing, "w") as pipe:
+        pipe.write(made)
+    with open(reading):
+        found = document(capsys, f"/dev/fd/{reading}", "--points", "0")
+    assert found["title"].startswith("cases:task")
 
 
 def test_any_plan_with_a_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -152,12 +152,13 @@ CASES = [
 
 @pytest.mark.parametrize(("fault", "kind", "words", "likely"), CASES, ids=[case[1] for case in CASES])
 def test_what_a_replay_may_change_is_found(fault: Any, kind: str, words: str, likely: tuple[str, ...]) -> None:
-    """Random states, routing and a replay that fails each have a row that says what happened, and where."""
+    """Random states, routing and a failing replay each have a row that says what happened, and where; also in JSON."""
     net = model(None, fault)
     with unchanged(net):
         found = verify(net, (batch(),), plan=all_layers())
     assert any(row.kind == kind and words in str(row) for row in found.differences), found
     assert found.likely == likely
+    json.loads(found.to_json(), parse_constant=pytest.fail)
 
 
 def test_several_regions_may_be_to_blame() -> None:

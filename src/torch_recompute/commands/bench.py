@@ -416,7 +416,7 @@ class Journal:
         with out.writing("--results", path):
             if fresh:
                 path.unlink(missing_ok=True)
-            with path.open("a+", encoding="utf-8") as file:
+            with path.open("a+", encoding="utf-8", errors="replace") as file:
                 file.seek(0)
                 lines = file.read().split("\n")
                 if lines[-1]:

@@ -251,8 +251,14 @@ def write_plan(path: Path, plan: Plan, words: Mapping[str, str | int] | None = N
 
 def read_plan(path: Path, option: str = "--plan") -> Plan:
     """Reads the plan in a file that an option names."""
+    return read_planned(path, option)[0]
+
+
+def read_planned(path: Path, option: str) -> tuple[Plan, Any]:
+    """Reads a plan, and the words of its step (None where the file has none), at once: a pipe can be read only once."""
     try:
-        return Plan.from_json(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        return Plan.from_json(text), json.loads(text).get("task")
     except OSError as error:
         why = reason(error)
     except UnicodeDecodeError:

@@ -153,8 +153,8 @@ def command(args: argparse.Namespace) -> int:
         if getattr(args, option) is not None:
             out.check_folder(f"--{option}", getattr(args, option))
     _check_points(args.points)
-    plan = out.read_plan(args.plan, "PLAN")
-    described = _step(args)
+    plan, task = out.read_planned(args.plan, "PLAN")
+    described = _step(args, task)
     with output.at_work(f"building {described.model}"):
         step = AskedStep.asked(described)
     clock = Clock(replace(step, loop=plan.loop))
@@ -181,12 +181,11 @@ def _document(seen: Reported) -> dict[str, Any]:
     return {"schema_version": SCHEMA_VERSION, **seen.data}
 
 
-def _step(args: argparse.Namespace) -> argparse.Namespace:
+def _step(args: argparse.Namespace, task: Any) -> argparse.Namespace:
     """Returns the options that describe the step: those in the plan's file, or these if they name a model."""
     given = models.words_of(args)
     if "model" not in given:
-        words: Any = json.loads(args.plan.read_text(encoding="utf-8")).get("task")
-        words = cast("dict[str, Any]", words) if isinstance(words, dict) else {}
+        words = cast("dict[str, Any]", task) if isinstance(task, dict) else {}
         if "model" not in words:
             raise errors.ArgumentError(
                 f"{args.plan!s} holds a plan and does not say for which model and batch; a file that torch-recompute "

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import errors
-from ..errors.text import at_work, counted, paragraph, shown
+from ..errors.text import at_work, counted, finite, paragraph, shown
 from ..memory.batch import Batch, call_of
 from ..plan import Choice, Plan, apply
 from ..plan.apply import not_applicable
@@ -91,8 +91,8 @@ class Verification:
         }
 
     def to_json(self) -> str:
-        """Returns the result as JSON text."""
-        return json.dumps(self.as_data())
+        """Returns the result as JSON text; a distance that is not finite is null."""
+        return json.dumps(finite(self.as_data()))
 
     def __str__(self) -> str:
         compared = ", ".join(f"{count} {_WORDS.get(kind, kind)}" for kind, count in self.counts.items() if count)

@@ -163,14 +163,15 @@ def document(command: str, schema_version: int, data: Mapping[str, Any]) -> str:
         data: The rest, in order.
     """
     head = {"schema_version": schema_version, "command": command}
-    return json.dumps(_finite({**head, **data}), indent=1, allow_nan=False)
+    return json.dumps(finite({**head, **data}), indent=1, allow_nan=False)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Plain data with None for each number that is not finite, which JSON has no word for."""
     if isinstance(value, Mapping):
-        return {str(key): _finite(one) for key, one in value.items()}
+        return {str(key): finite(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(one) for one in value]
+        return [finite(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
