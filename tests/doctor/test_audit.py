@@ -7,12 +7,14 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from laws.cases import CASES
 from laws.placements import PLACEMENTS, chain
@@ -393,6 +395,7 @@ def decided(x: torch.Tensor) -> torch.Tensor:
     return (h[:, : size % WIDTH]).exp().sum() + h.exp()
 
 
+KEEPS_PRODUCTS = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
 SOUND: dict[str, Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]] = {
     "dropout and BatchNorm": lambda: (recompute(Norm()), (leaf(),)),
     "attention": lambda: (recompute(attends), (leaf(),)),
@@ -409,14 +412,18 @@ SOUND: dict[str, Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]] = {
     "memory that is not defined": lambda: (recompute(lambda x: (torch.empty_like(x) * 0 + x).sin().exp()), (leaf(),)),
     "tiles": lambda: (recompute(lambda x: x.sin().exp(), tiles=2, tile_dim=0), (leaf(),)),
     "values checked": lambda: (recompute(attends, check="values"), (leaf(),)),
+    "a selective context": lambda: (partial(checkpoint, Norm(), context_fn=KEEPS_PRODUCTS), (leaf(),)),
 }
 
 
 @pytest.mark.parametrize("name", SOUND)
-def test_what_is_sound_is_not_listed(name: str) -> None:
-    """Nothing is found in a region that does the same when it runs again, however it is built."""
+@pytest.mark.parametrize("autocast", [False, True])
+def test_what_is_sound_is_not_listed(name: str, autocast: bool) -> None:
+    """Nothing is found in a region that does the same when it runs again, however it is built; also under autocast."""
     fn, args = SOUND[name]()
-    found = audit(fn, args)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found = audit(fn, args)
+        assert torch.is_autocast_cache_enabled()
     assert found.ok, found
     assert found.regions
 

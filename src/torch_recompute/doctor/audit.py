@@ -250,13 +250,13 @@ def _audit(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         regions = tuple(first.call.name for first in firsts)
         return Audit(rows.sorted(regions), regions, perturb)
 
+    caching = torch.is_autocast_cache_enabled()
     try:
+        torch.set_autocast_cache_enabled(False)  # else second runs find weights that the first has cast
         with torch.inference_mode(False), torch.enable_grad(), uncompiled(model), NamedSyncs(recorder):
-            torch.clear_autocast_cache()
-            found = recorder.run(run)
-            torch.clear_autocast_cache()
-        return found
+            return recorder.run(run)
     finally:
+        torch.set_autocast_cache_enabled(caching)
         call.go_back(*recorder.kept.values())
         recorder.end()
 
@@ -463,8 +463,9 @@ class Divergence(NamedTuple):
 def first_divergence(then: Sequence[RecordedOp], now: Sequence[RecordedOp], shorter: bool) -> Divergence | None:
     """Returns the first operation in which a second run differs from the first; None if there is none.
 
-    Where a function calls `doing_recompute()` or has saved a value for its replay, the second run may be `shorter`: it
-    leaves out operations of the first. Then its operations must be among those of the first, in this order.
+    Where a function calls `doing_recompute()` or has saved a value for its replay, or a context saves what operations
+    return, the second run may be `shorter`: it leaves out operations of the first. Then its operations must be among
+    those of the first, in this order.
     """
     place = 0
     for op in now:
@@ -628,7 +629,9 @@ class _Rows:
     def _compare(self, first: RegionRun, second: SecondRun) -> None:
         record = first.call.record
         asks = any(_ASKING.intersection(code.co_names) for code, _ in first.scopes.values())
-        shorter = second.error is not None or second.ended_early or asks or (record is not None and bool(record.values))
+        selective = first.call._contexts is not None  # pyright: ignore[reportPrivateUsage]
+        shorter = second.error is not None or second.ended_early or asks or selective
+        shorter |= record is not None and bool(record.values)
         found = first_divergence(first.ops, second.ops, shorter)
         writing = [written.op for key, written in first.written.items() if key in second.rewritten]
         if found is not None and found.op not in writing:  # else its output is what it should not write to
