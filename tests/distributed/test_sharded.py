@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import pickle
 from typing import Any
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from distributed.ranks import Ranks
 from torch_recompute import Choice, Plan, RecomputeConfig, RecomputeError, StoreError, apply, measure, recompute
-from torch_recompute.distributed import ShardedOver
+from torch_recompute.distributed import ShardedOver, agree_on, fused_allreduce_gradients
 from torch_recompute.distributed import sharded as module
 
 RANKS = 3
@@ -347,12 +348,17 @@ def wrong() -> Any:
     groups = [dist.new_group([0, 1]), dist.new_group([2])]
     others = groups[dist.get_rank() < 2]
     said = [text_of(store.put, torch.eye(40).to_sparse()), text_of(pickle.dumps, store)]
-    return [*said, text_of(ShardedOver, others)]
+    mesh = init_device_mesh("cpu", (RANKS,))
+    meshes = [text_of(face, mesh) for face in (ShardedOver, functools.partial(fused_allreduce_gradients, []))]
+    meshes += [text_of(agree_on, Plan(), mesh), text_of(functools.partial(ShardedOver, compared=-1))]
+    return [*said, text_of(ShardedOver, others), meshes]
 
 
 def test_misuse(ranks) -> None:
-    """What cannot be cut, pickled, or is no group of this rank is refused in words."""
-    for sparse, pickled, group in ranks.run(wrong):
+    """What cannot be cut, pickled, or is no group of this rank, as a mesh is none, is refused in words."""
+    for sparse, pickled, group, meshes in ranks.run(wrong):
+        faces = [text.partition(":")[0] for text in meshes]
+        assert faces == ["ShardedOver", "fused_allreduce_gradients", "agree_on", "ShardedOver(compared=-1)"]
         assert "its layout is torch.sparse_coo" in sparse
         assert "cannot be pickled" in pickled
         assert "a process group that this process is not in" in group

@@ -1265,6 +1265,8 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: ShardedOver(),
     lambda: among(3, -1, lambda: ShardedOver()),
     lambda: among(1, 0, lambda: ShardedOver()),
+    lambda: among(2, 0, lambda: ShardedOver(compared="all")),
+    lambda: inside(two_ranks(), lambda: ShardedOver(init_device_mesh("cpu", (2,)))),
     lambda: inside(captured(), RngStreams(1234).fork("expert").__enter__),
     lambda: RngStreams(1234, tensor=None),
     lambda: RngStreams(-1),

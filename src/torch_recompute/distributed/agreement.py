@@ -42,6 +42,7 @@ def agree_on(plan: SomePlans, group: dist.ProcessGroup | None = None) -> SomePla
         ArgumentError: On every rank, if one of them holds another plan or none, with the ranks that differ and the
             first difference. On this rank, if there is no process group or it is not a member.
     """
+    check_group("agree_on", group)
     if not dist.is_available() or not dist.is_initialized() or dist.get_rank(group) < 0:
         raise errors.ArgumentError(
             "agree_on compares plans over the ranks of a group, but there is no process group here, or this rank is "
@@ -55,6 +56,15 @@ def agree_on(plan: SomePlans, group: dist.ProcessGroup | None = None) -> SomePla
         ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         compare(dict(zip(ranks, _gathered(held, group), strict=True)))
     return plan
+
+
+def check_group(face: str, group: Any) -> None:
+    """Raises if what the function named `face` got as its group is none, as a device mesh is."""
+    if not (group is None or isinstance(group, dist.ProcessGroup) or group == dist.GroupMember.NON_GROUP_MEMBER):
+        raise errors.ArgumentError(
+            f"{face}: group is {errors.say(group)}, where a process group is expected, or None for all ranks.\n"
+            '  Write device_mesh.get_group("tp") for a dimension of a mesh, or torch.distributed.new_group([0, 1]).'
+        )
 
 
 def _gathered(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:

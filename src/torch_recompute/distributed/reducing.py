@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import errors
 from ..errors.text import grouped
+from .agreement import check_group
 
 MIB = 1 << 20
 
@@ -97,6 +98,7 @@ def _check_group(bucket_bytes: Any, group: dist.ProcessGroup | None) -> None:
             '  Call torch.distributed.init_process_group("nccl") first ("gloo" on CPU), in a process that torchrun has '
             "started; one process alone has nothing to reduce."
         )
+    check_group("fused_allreduce_gradients", group)
     if dist.get_rank(group) < 0:
         raise errors.ArgumentError(
             f"fused_allreduce_gradients: rank {dist.get_rank()} is not in the group that it was given.\n"

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from .. import _torch, errors
 from .._torch.tensors import meta, say, unexpanded
 from ..engine.mismatch import digest
+from .agreement import check_group
 
 # The name is new in torch 2.13, which deprecates the other.
 _all_gather: Any = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None))
@@ -96,7 +97,7 @@ class ShardedOver:
         ahead: Whether to gather one region ahead, which takes the memory of that region's inputs.
 
     Raises:
-        ArgumentError: There is no process group, it has one rank, or this process is not in it.
+        ArgumentError: There is no process group, it has one rank, or this process is not in it; or an option is none.
         StoreError: On `put`, the ranks hold different tensors, or the tensor is split over the group already, or is
             not strided; on `get`, the ranks held different ones, or open different ones. All ranks raise.
 
@@ -109,6 +110,7 @@ class ShardedOver:
                 "ShardedOver needs a process group, and torch.distributed has not been initialised.\n"
                 "  Write before it:  torch.distributed.init_process_group()   (and start the script with torchrun)"
             )
+        check_group("ShardedOver", group)
         self._group = group
         self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
         if self._rank < 0:
@@ -118,6 +120,11 @@ class ShardedOver:
                 "ShardedOver was given a group of one rank, which would keep everything it is given: nothing is "
                 "shared.\n"
                 "  Pass the tensor parallel group, or leave the store out."
+            )
+        if compared is not None and (type(compared) is not int or compared < 0):
+            raise errors.ArgumentError(
+                f"ShardedOver(compared={compared!r}): compared must be a number of tensors, 0 or more, or None for "
+                "all.\n  Leave it out: the first 8 are compared."
             )
         self._uncompared = compared
         self._ahead = ahead
