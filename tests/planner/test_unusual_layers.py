@@ -563,6 +563,38 @@ class Reads(nn.Module):
 WAYS = ("nothing new", "an attribute", "a list that it is given", "a dataclass", "Python's draw", "torch's draw")
 
 
+class Wrapped(nn.Module):
+    """A layer around another, as libraries put around one of several."""
+
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.inside = inside
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inside(x)
+
+
+class TwoResiduals(nn.Module):
+    """A layer of two halves, each with a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+        self.second = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.first(x)
+        return x + self.second(x)
+
+
+def test_a_layer_whose_parts_have_other_names_is_of_its_own_kind() -> None:
+    """One layer in a wrapper runs the same operations as those beside it, and a part that these choose is not there."""
+    model, x = nn.Sequential(*(TwoResiduals() for _ in range(4))), torch.randn(128, 16)
+    model[2] = Wrapped(model[2])
+    plan = make_plan(model, (x,), loss=torch.sum, budget=0.1, device="h100")
+    assert apply(model, plan).plan is plan
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_two_layers_that_draw_may_do_less_than_twice_one(seed: int) -> None:
     """One region around both is planned where its second layer leaves itself out, which the first did not."""

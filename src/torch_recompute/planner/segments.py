@@ -172,7 +172,8 @@ class _Capture:
         for path, call, ops, chained in self._seen:
             ((module, leaves, _build),) = call.steps
             grads = tuple(isinstance(x, torch.Tensor) and x.requires_grad for x in (*leaves, *module.parameters()))
-            like = tuple(ops), grads[len(leaves) :], module.training, path if times[path] > 1 else ""
+            names = tuple(name for name, _ in module.named_modules())  # by which parts are chosen
+            like = tuple(ops), names, grads[len(leaves) :], module.training, path if times[path] > 1 else ""
             kind = str(numbers.setdefault((like, grads), len(numbers)))
             captured.paths.append(path)
             captured.calls.append(call)
