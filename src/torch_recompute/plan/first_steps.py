@@ -166,12 +166,12 @@ class _Call:
                 tensor.register_hook(mark)
 
     def versions(self) -> list[tuple[int, int]]:
-        """What changes where a backward adds to gradients, or steps an optimizer that frees them."""
+        """The versions of weights and gradients, of which a backward changes some unless it is `autograd.grad`."""
         gradients = [weight.grad for weight in self._weights if weight.grad is not None]
         return [(id(tensor), _torch.version_of(tensor)) for tensor in (*self._weights, *gradients)]
 
     def ended(self, versions: list[tuple[int, int]]) -> None:
-        """Called after a backward through it; `autograd.grad` changes nothing."""
+        """Called after a backward through it, with the versions before it."""
         self.accumulated |= versions != self.versions()
 
     @property
