@@ -94,9 +94,8 @@ class RecomputeCallback(TrainerCallback):
         self._close()
         self._measured, self._taking, self.figures = None, StepFigures(self._every), {}
         self._peak = self._peak and not getattr(args, "torch_compile", False)
-        self.handle = self._given or held_for(
-            model, self.handle
-        )  # a search for parameters trains one model after another
+        # A search for parameters trains one model after another.
+        self.handle = self._given or held_for(model, self.handle)
         if self.handle is None and self._budget is not None:
             if getattr(args, "torch_compile", False):
                 setting, why = "torch_compile=True", "torch.compile traces the first call, where nothing can be planned"
