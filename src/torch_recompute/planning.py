@@ -629,8 +629,7 @@ def make_plan(
         ArgumentError: See `profile`; or the budget is none; or the sizes do not rise, or `args` are given with
             examples, or it cannot be told where the sequence of a call is.
     """
-    args, kwargs, loss = with_labels("make_plan", model, args, kwargs, loss)
-    sizes = _sizes("make_plan", sizes)
+    sizes, (args, kwargs, loss) = _sizes("make_plan", sizes), with_labels("make_plan", model, args, kwargs, loss)
     if isinstance(model, nn.Module) and not isinstance(sizes, str) and not all(type(size) is int for size in sizes):
         call = cast("tuple[Any, ...]", args), dict(kwargs or {})
     else:

@@ -377,7 +377,7 @@ class FirstSteps(ForwardWrapper):
         yield from self._of_peak()
 
     def _unlike(self, optimizer: torch.optim.Optimizer, uncleared: bool) -> str:
-        """What an optimizer that steps does beside the planned one, in words; "" where it takes no more."""
+        """The reason why an optimizer takes more than the planned one, in words; "" where it takes no more."""
         if uncleared:
             return "does not clear the gradients of all parameters"
         if self._planning.optimizer is None:

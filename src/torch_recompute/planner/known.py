@@ -378,7 +378,7 @@ def _text(thing: Any, deep: int = 4) -> str:
 
 
 def _held(thing: Any) -> Iterable[Any]:
-    """What a function encloses, or a container, a module by itself or an object of the user's own holds."""
+    """The parts of a thing: what a function encloses, what a container, a module by itself or a user's object holds."""
     if isinstance(thing, types.MethodType):
         return _held(thing.__func__)
     if isinstance(thing, types.FunctionType):
