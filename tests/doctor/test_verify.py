@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from support.models import Made
 from support.unchanged import unchanged
 from torch_recompute import ArgumentError, Choice, Plan, no_recompute, recompute, verify
 from torch_recompute.doctor.compare import NOISE, Noise, SideEffects, StepResult, distance
@@ -211,6 +212,7 @@ def test_keywords_and_nested_arguments() -> None:
             lambda: verify(model().requires_grad_(False), batch().detach(), plan=Plan()),
             "requires grad, nor does the batch",
         ),
+        (lambda: verify(model().to("meta"), batch(), plan=Plan()), "on the meta device, where no step can be run"),
         (lambda: verify(model(), (batch(),), plan=Plan(), loss=lambda out: out.detach().sum()), "that requires none"),
         (lambda: verify(model(), (batch(),), plan=Plan(), loss=lambda out: out), "with one element that requires grad"),
     ],
@@ -239,6 +241,14 @@ def test_two_functions() -> None:
     assert found, found
     assert found.counts["gradients"] == 2
     assert not compare_calls(wrong, plain, (x,))
+
+
+def test_a_wrapper_shares_parameters() -> None:
+    """A module around the plain one has its parameters and buffers, whatever their paths are in it."""
+    plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    wrapper = Made(lambda m, x: recompute(m.inner)(x), inner=plain)
+    assert (found := compare_calls(wrapper, plain, (torch.randn(3, 4),))), found
+    assert (found := compare_calls(plain, wrapper, (torch.randn(3, 4),))), found
 
 
 def test_distance() -> None:

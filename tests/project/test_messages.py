@@ -1368,6 +1368,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: simulate(nn_linear(), {"inputs": vector()}),
     lambda: verify(nn_linear().requires_grad_(False), torch.ones(3), plan=Plan((Choice(("",)),))),
     lambda: verify(nn_linear(), vector(), plan=Plan((Choice(("",)),)), loss=lambda out: out.detach().sum()),
+    lambda: verify(nn_linear().to("meta"), vector().to("meta"), plan=Plan((Choice(("",)),))),
     lambda: make_plan(nn_linear(), budget=0.4),
     lambda: simulate(nn_linear(), DataLoader([vector()])),
     lambda: simulate(nn_linear(), {"input": [[1, 2], [3, 4]]}),

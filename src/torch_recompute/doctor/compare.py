@@ -194,11 +194,18 @@ def _pairs(
 class ModelCall:
     """One call of a model or another callable, with the present state of everything that the call can change."""
 
-    def __init__(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        known: Mapping[int, str] = types.MappingProxyType({}),
+    ) -> None:
+        """Captures the state; modules in `known`, by `id`, have the names that they have there."""
         self.model, self._args, self._kwargs = model, args, kwargs
         values = [*args, *kwargs.values()]
         self._reach = reach = Captures(model, [value for value in values if isinstance(value, nn.Module)])
-        self.names = module_names(model, reach)
+        self.names = {**module_names(model, reach), **known}
         self.modules = [(module, self.names.get(id(module), "")) for module in reach.modules]
         self._leaves = self._trainable()
         self._state = CallState(reach, values)

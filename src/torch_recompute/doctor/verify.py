@@ -184,8 +184,9 @@ def compare_calls(
     They have the same names of parameters, or share them.
     """
     call = call_of("assert_same_gradients", plain, args, kwargs)
-    comparison = _Comparison(ModelCall(plain, *call), loss or any_loss)
-    found = comparison.with_call(ModelCall(tested, *call))
+    plainly = ModelCall(plain, *call)
+    comparison = _Comparison(plainly, loss or any_loss)
+    found = comparison.with_call(ModelCall(tested, *call, plainly.names))
     return comparison.result(getattr(tested, "__name__", type(tested).__name__), 0, found)
 
 
@@ -194,6 +195,11 @@ class _Comparison:
 
     def __init__(self, call: ModelCall, loss: Callable[[Any], torch.Tensor]) -> None:
         self._call, self._loss = call, loss
+        if call.device.type == "meta":
+            raise errors.ArgumentError(
+                "a part of the model or of its batch is on the meta device, where no step can be run.\n"
+                '  Write model.to_empty(device="cpu"), initialize its weights, and pass a batch with values.'
+            )
         try:
             call.keep_weights(loss)
             self._plain = call.step(loss)
