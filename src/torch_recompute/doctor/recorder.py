@@ -40,7 +40,8 @@ _ENGINE = frozenset(
     f"{_ROOT}{name}.py"
     for name in (
         *("engine/saved_call", "engine/inputs", "engine/slots", "engine/region_call", "engine/mismatch"),
-        *("engine/discard", "engine/arguments", "engine/captures", "engine/replay_state", "values", "state"),
+        *("engine/discard", "engine/arguments", "engine/captures", "engine/replay_state", "state/values"),
+        "state/__init__",
     )
 )
 _CHOICES = {"aten.topk": 1, "aten.argmax": 0, "aten.argmin": 0, "aten.sort": 1, "aten.argsort": 0}
