@@ -3,6 +3,7 @@
 import copy
 import functools
 import gc
+import math
 import pickle
 import weakref
 from collections.abc import Callable
@@ -519,3 +520,42 @@ def test_the_layer_of_a_wrapper_is_watched() -> None:
         layer.weight.add_(1)
     with pytest.raises(ChangedError, match="weight"):
         result.sum().backward()
+
+
+def of_inference(*size: int) -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.linspace(0, 1, math.prod(size)).view(*size)
+
+
+MADE_IN_INFERENCE = of_inference(3, 3)
+
+
+class Holds(nn.Module):
+    """Reads a buffer and an attribute that were made in inference mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attribute = of_inference(3, 3)
+        self.register_buffer("scores", of_inference(3, 3))
+        self.register_buffer("large", of_inference(300, 300))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + self.attribute + self.scores + self.large.sum()).sin()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda f, x: f(lambda x, made: (x + made).sin())(x, of_inference(3, 3)),
+        lambda f, x: (lambda made: f(lambda x: (x + made).sin())(x))(of_inference(3, 3)),
+        lambda f, x: f(lambda x: (x + MADE_IN_INFERENCE).sin())(x),
+        lambda f, x: f(Holds())(x),
+        lambda f, x: f(lambda x: no_recompute(lambda x: (x + MADE_IN_INFERENCE).sin())(x).exp())(x),
+    ],
+    ids=["argument", "closure", "global", "module", "saved call"],
+)
+def test_tensors_made_in_inference_mode_may_be_read(call: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+    """What has no version, and is not saved for backward, is read in forward and replay as it is."""
+    x = torch.linspace(-1, 1, 9).view(3, 3).requires_grad_()
+    found, expected = (torch.autograd.grad(call(f, x).sum(), x) for f in (recompute, lambda fn: fn))
+    assert torch.equal(*found, *expected)

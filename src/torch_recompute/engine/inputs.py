@@ -78,6 +78,8 @@ class Inputs:
         ids: dict[int, int] = {}
         hold, holds = self._hold, self._held.append
         for n, tensor in enumerate(given):
+            # One made in inference mode has no version: a copy has, and what reads it now reads the tensor itself.
+            tensor = given[n] = tensor.clone() if tensor.is_inference() else tensor
             self._versions.append(tensor._version)
             if tensor.__dict__:
                 self._attributes[n] = dict(tensor.__dict__)
