@@ -988,13 +988,6 @@ def without_shapes(x: torch.Tensor) -> torch.Tensor:
     return x.clone()
 
 
-def refuses_negative(x: torch.Tensor) -> torch.Tensor:
-    """A check of values, as that of a Gaussian likelihood."""
-    if (x < 0).any():
-        raise ValueError("some are negative")
-    return x.sum()
-
-
 def nested() -> torch.Tensor:
     """A nested tensor in the layout that PyTorch had first."""
     with warnings.catch_warnings():
@@ -1718,8 +1711,6 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     # simulated steps
     lambda: simulates(lambda out: torch.sparse.mm(torch.eye(2).to_sparse(), out)),
     lambda: simulates(without_shapes),
-    lambda: simulates(refuses_negative),
-    lambda: simulate(nn_linear(), (torch.ones(2, 3),), loss=refuses_negative),
     lambda: simulates(lambda x: x.data_ptr()),
     lambda: simulate(Converts(4, 4), (torch.ones(2, 4),)),
     lambda: simulate(Reads(), (torch.empty(2**25, device="meta"),), device="cpu"),

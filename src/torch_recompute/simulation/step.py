@@ -395,7 +395,7 @@ class _SimulatedStep:
         before = self._recording(watched=False)
         with self._pretend, self._modules.following(), before, self._stepping(before):
             call = self._another_batch() if self._step.loop.state_bytes else self._call
-            value, _ = self._loss_of(self._forward(*call))
+            value, _ = _loss_of_copy(self._model, self._forward(*call), self._step.loss)
             del call
             torch.clear_autocast_cache()
             self._modules.step = "backward"
@@ -423,7 +423,6 @@ class _SimulatedStep:
         except (RuntimeError, IndexError) as error:
             path = self._pretend.failed_in
             if path is None or isinstance(error, errors.RecomputeError):
-                self._blame("forward", error)
                 raise
             given = [*map(errors.say, args), *(f"{name}={errors.say(value)}" for name, value in kwargs.items())]
             raise errors.ArgumentError(
@@ -432,22 +431,6 @@ class _SimulatedStep:
                 "  Pass a batch with which model(...) itself can be called. (sizes= and longest=True change the second "
                 "dimension of its first tensor.)"
             ) from error
-        except _CHECKED as error:
-            self._blame("forward", error)
-            raise
-
-    def _loss_of(self, output: Any) -> tuple[torch.Tensor, str]:
-        try:
-            return _loss_of_copy(self._model, output, self._step.loss)
-        except (*_CHECKED, RuntimeError) as error:
-            self._blame("loss", error)
-            raise
-
-    def _blame(self, part: str, error: Exception) -> None:
-        """Raises another error in the place of one that what was assumed of values may have led to."""
-        if self._pretend.assumed and not isinstance(error, errors.RecomputeError):
-            name, assumed = type(self._step.model).__name__, "; ".join(self._pretend.assumed)
-            raise errors.RecomputeError(_fails(part, name, error, assumed)) from error
 
     @contextmanager
     def _stepping(self, recording: Recording) -> Generator[None]:
@@ -498,7 +481,7 @@ class _SimulatedStep:
             self._output = self._forward(*self._call)
             returned = first.events
             modules.step = "loss"
-            self._loss, name = self._loss_of(self._output)
+            self._loss, name = _loss_of_copy(self._model, self._output, self._step.loss)
             skipped = _skipped(self._model, modules)
             if not hold_output:
                 self._output = None
@@ -537,8 +520,10 @@ class _SimulatedStep:
             with _outside_autocast(self._device.type), others_as_before(value, self._own):
                 value.backward()
         except RuntimeError as error:
-            self._blame("backward", error)
-            raise
+            if isinstance(error, errors.RecomputeError) or not self._pretend.assumed:
+                raise
+            name, assumed = type(self._step.model).__name__, "; ".join(self._pretend.assumed)
+            raise errors.RecomputeError(_backward_fails(name, error, assumed)) from error
 
 
 OF_WHOLE_WEIGHTS = (
@@ -549,18 +534,13 @@ OF_WHOLE_WEIGHTS = (
 )
 
 
-_CHECKED = ValueError, AssertionError
-"""Errors that a model raises where it finds values that it does not take."""
-
-
-def _fails(part: str, model: str, error: Exception, assumed: str) -> str:
-    """Text for a part of a step that fails where something was assumed of values."""
+def _backward_fails(model: str, error: Exception, assumed: str) -> str:
+    """Text for a backward that fails where something was assumed of values."""
     return (
-        f"simulate: the {part} of {model} fails: {str(error).partition(chr(10))[0]}. Simulated tensors have no values, "
-        f"and what was assumed of them may not fit together: {assumed}.\n"
-        "  If a real step does not fail, plan without its checks of values, and compute what selects elements, as "
-        "masks and lengths, from arguments of integers or booleans, whose values are known; or use RecomputeConfig, "
-        "which simulates nothing."
+        f"simulate: the backward of {model} fails: {str(error).partition(chr(10))[0]}. Simulated tensors have no "
+        f"values, and what was assumed of them may not fit together: {assumed}.\n"
+        "  If a real step does not fail, compute what selects elements, as masks and lengths, from arguments of "
+        "integers or booleans, whose values are known; or use RecomputeConfig, which simulates nothing."
     )
 
 
