@@ -251,6 +251,24 @@ def test_a_wrapper_shares_parameters() -> None:
     assert (found := compare_calls(plain, wrapper, (torch.randn(3, 4),))), found
 
 
+def test_two_modules_that_write_to_their_own_weights() -> None:
+    """Each, as a momentum encoder, is left with the weights that it had."""
+
+    def layer(run: Callable[..., torch.Tensor]) -> nn.Module:
+        def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                m.slow.weight.lerp_(m.fast.weight, 0.5)
+            return run(m.fast, x) * m.slow(x)
+
+        return Made(forward, fast=nn.Linear(4, 4), slow=nn.Linear(4, 4).requires_grad_(False))
+
+    tested, plain = layer(lambda fast, x: recompute(fast)(x)), layer(lambda fast, x: fast(x))
+    tested.load_state_dict(plain.state_dict())
+    before = {name: value.clone() for name, value in tested.state_dict().items()}
+    assert compare_calls(tested, plain, (torch.ones(3, 4),))
+    assert all(torch.equal(value, before[name]) for name, value in tested.state_dict().items())
+
+
 def test_distance() -> None:
     """The distance is relative to the largest element, 0 for the same bits, and infinite where there is no number."""
     a = torch.tensor([1.0, -4.0])

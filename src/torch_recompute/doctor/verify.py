@@ -238,6 +238,8 @@ class _Comparison:
         """Returns the differences of a step; `after` is called when it is over, before attributes are compared."""
         try:
             try:
+                if call is not self._call:
+                    call.keep_weights(self._loss)
                 result = call.step(self._loss)
             finally:
                 after()
