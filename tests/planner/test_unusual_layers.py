@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -232,6 +233,26 @@ def test_no_element_is_found_to_be_not_a_number(detects: bool) -> None:
             model.zero_grad()
     assert found.peak_bytes == real.peak_bytes
     assert "aten.isnan holds nowhere" in found.assumed
+
+
+def test_a_deep_copy_in_a_forward_takes_one_copy_of_each_storage() -> None:
+    """A simulated tensor is copied as a real one: once, with its views, its flag and its class."""
+
+    def copied(m: Any, x: torch.Tensor) -> torch.Tensor:
+        part, one, other, layer = copy.deepcopy([x[:, :4], x, x, m.up])
+        assert one is other
+        assert not one.requires_grad
+        assert isinstance(layer.weight, nn.Parameter)
+        assert layer.weight.requires_grad
+        return part.sum() + layer(one.mul_(2)).sum()
+
+    def cloned(m: Any, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = (nn.Parameter(p.detach().clone()) for p in (m.up.weight, m.up.bias))
+        one = x.clone()
+        return one[:, :4].sum() + F.linear(one.mul_(2), weight, bias).sum()
+
+    peaks = [simulate(Made(does, up=nn.Linear(8, 8)), (torch.ones(4096, 8),)).peak_bytes for does in (copied, cloned)]
+    assert peaks[0] == peaks[1]
 
 
 def test_what_is_assumed_of_values_is_said() -> None:

@@ -125,14 +125,14 @@ class Answers(Protocol):
 
 
 def answer_for(mode: FakeTensorMode, answers: Answers) -> None:
-    """Lets the fakes of a mode answer `numpy()`, `data_ptr()` and `format()`, which those of other modes refuse.
+    """Lets fakes of a mode answer `numpy()`, `data_ptr()`, `format()` and `deepcopy()`, which those of others refuse.
 
     These methods of `FakeTensor` look for the answers at each call. A function mode would see these calls too, and
     every other one of the model besides, which takes a sixth of a simulation.
     """
     cast("Any", mode)._answers_of_torch_recompute = weakref.proxy(answers)
     fakes: Any = FakeTensor
-    fakes.numpy, fakes.data_ptr, fakes.__format__ = _numpy, _data_ptr, _format
+    fakes.numpy, fakes.data_ptr, fakes.__format__, fakes.__deepcopy__ = _numpy, _data_ptr, _format, _deepcopy
 
 
 def _answers(fake: Any) -> Answers | None:
@@ -163,6 +163,25 @@ def _data_ptr(fake: torch.Tensor) -> int:
 def _format(fake: torch.Tensor, spec: str) -> str:
     answers = None if fake.dim() else _answers(fake)
     return torch.Tensor.__format__(fake if answers is None else answers.values_of(fake, "Tensor.__format__"), spec)
+
+
+def _deepcopy(fake: torch.Tensor, memo: dict[Any, Any]) -> torch.Tensor:
+    if not fake.is_leaf or _answers(fake) is None:
+        return torch.Tensor.__deepcopy__(fake, memo)
+    made = memo.get(id(fake))
+    if made is None:
+        with torch.no_grad():
+            if isinstance(fake, nn.Parameter):
+                made = nn.Parameter(fake.clone(), fake.requires_grad)
+            else:  # over a copy of its storage, which other copies share
+                storage: Any = fake.untyped_storage()
+                copies = memo.setdefault("torch", {})
+                if storage._cdata not in copies:
+                    flat = fake.as_strided((storage.nbytes() // fake.element_size(),), (1,), 0)
+                    copies[storage._cdata] = flat.clone().untyped_storage()
+                made = over(copies[storage._cdata], fake.storage_offset(), fake, device_of(fake))
+        memo[id(fake)] = made.requires_grad_(fake.requires_grad)
+    return made
 
 
 class FakeMaker:
