@@ -118,7 +118,7 @@ def test_every_step_stays_under_the_limit_and_all_is_kept_where_it_fits(capsys: 
         ({"elastic": "fit"}, ArgumentError, "takes the memory that regions share"),
         ({"elastic": True, "sizes": "all"}, ArgumentError, "Write the lengths that come"),
         ({"sizes": [torch.ones(2)]}, ArgumentError, "takes lengths of sequences"),
-        ({"elastic": True, "sizes": 64}, ArgumentError, "takes lengths of sequences"),
+        ({"elastic": True, "sizes": 64}, ArgumentError, "takes several lengths"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], error: type[Exception], text: str) -> None:

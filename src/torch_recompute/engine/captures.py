@@ -582,17 +582,14 @@ class Captures:
         yield from self.beside_parameters(grad=True, cells=cells)
 
     def beside_parameters(self, *, grad: bool, cells: bool) -> Iterator[Captured]:
-        """Tensors that are no parameters, and require grad or do not: in buffers, in closures (`cells`).
-
-        Not those made in inference mode: they have no version, and nothing outside of that mode may change them.
-        """
+        """Tensors that are no parameters, and require grad or do not: in buffers, in closures (`cells`)."""
         for i, module in enumerate(self.modules):
             if module._buffers:  # pyright: ignore[reportPrivateUsage]
                 for name, buffer in module._buffers.items():  # pyright: ignore[reportPrivateUsage]
-                    if buffer is not None and buffer.requires_grad == grad and not buffer.is_inference():
+                    if buffer is not None and buffer.requires_grad == grad:
                         yield Captured("buffer", name, type(module), buffer, i < self.whole, module.training)
         for name, tensor in self._named(cells):
-            if wants_grad(tensor) == grad and not tensor.is_inference():
+            if wants_grad(tensor) == grad:
                 yield Captured("", name, type(None), tensor, True, True)
 
     def _named(self, cells: bool) -> Iterator[tuple[str, torch.Tensor]]:

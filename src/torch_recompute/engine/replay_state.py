@@ -190,14 +190,15 @@ class _Reached:
             if type(seen.tensor) in _LAZY or not seen.tensor.numel():
                 self._late.append(seen.tensor)
                 continue
-            if seen.training:
+            if seen.training and not seen.tensor.is_inference():
                 small = _small(seen.tensor)
                 if small or seen.tensor not in _quiet:
                     some.append(seen.tensor)
                     if small and seen.kind:
                         continue  # it may change as it likes
                     self._doubtful = True
-            self._watched.append((seen, version_of(seen.tensor)))
+            # One made in inference mode has no version, and outside of that mode nothing changes it.
+            self._watched += [] if seen.tensor.is_inference() else [(seen, version_of(seen.tensor))]
         self._watched.extend(
             (seen._replace(tensor=_held(seen)), version_of(seen.tensor))
             for seen in reach.beside_parameters(grad=True, cells=cells)
