@@ -260,6 +260,7 @@ class _Planning:
     sizes: Sequence[int] | str = ()
     _rehearsed: list[Applied] = field(default_factory=list[Applied])
     _others: int | None = None  # bytes that were alive beside the step when it was first planned
+    _shared: int = 0  # the limit that a share was last taken to mean
 
     def __call__(self, call: ExampleCall, *, draws: Sequence[tuple[Ambient, Any]] = (), **options: Any) -> Plan:
         """The plan for a call.
@@ -300,9 +301,9 @@ class _Planning:
         """The plan with the least peak for the largest call, of which calls of all sizes are simulated."""
         steps = [replace(step, args=args, kwargs=kwargs) for args, kwargs in self.calls(step)]
         plan = plan or _plan_or_tell(Planner(steps[-1]), Budget(share=0.0, said="0"))
-        self._limit(steps[-1], plan, memory)
         if plan.choices:
             self._rehearsed = [_rehearsed(one, plan) for one in steps]
+        self._limit(steps[-1], plan, memory)
         return plan
 
     def calls(self, step: TrainingStep) -> Sequence[ExampleCall]:
@@ -336,7 +337,8 @@ class _Planning:
         assert prediction is not None
         least, own = prediction.peak_bytes, prediction.plain_peak_bytes
         most = own - (prediction.switched.saved_bytes if prediction.switched else 0)
-        asked = self.budget if self.budget.share is not None else read_budget(memory.limit or "fit")
+        as_share = self.budget.share is not None and memory.limit == self._shared
+        asked = self.budget if as_share else read_budget(memory.limit or "fit")
         limit = bytes_meant(asked, lambda: least, most, step.free_bytes)
         if least > limit and asked.bytes is None:
             raise errors.BudgetError(no_plan_fits(limit.said, least, own, prediction.advice), least, floor)
@@ -344,11 +346,12 @@ class _Planning:
             return
         from .memory.elastic import alive_beside, limit_above
 
+        others = alive_beside(memory, step.held_bytes(), step.runs_on)
         if self._others is None:
-            self._others = alive_beside(memory, step.held_bytes(), step.runs_on)
+            self._others = others
         if asked.share is not None:
-            memory.limit = limit_above(memory, limit, self._others)
-            self.budget = read_budget(limit)
+            self._others = min(others, _with_more(self._others))
+            memory.limit = self._shared = limit_above(memory, limit, self._others)
         elif limit_above(memory, least, self._others) > limit:
             raise self._limit_too_small(floor, memory, limit)
 
@@ -359,7 +362,7 @@ class _Planning:
         prediction, others = floor.prediction, self._others or 0
         assert prediction is not None
         least = prediction.peak_bytes
-        needed = limit_above(memory, least, others + others // 16)  # for what Python takes until the first step
+        needed = limit_above(memory, least, _with_more(others))
         if self.budget.bytes is None:
             given, write = f"Elastic({as_budget(limit)!r})", f'Elastic("{enough(needed)}")'
         else:
@@ -378,6 +381,11 @@ class _Planning:
     def together(self, mine: Sequence[str]) -> set[str]:
         """The words of all ranks."""
         return {word for words in (_of_all_ranks(list(mine)) if _in_ranks() else [mine]) for word in words}
+
+
+def _with_more(others: int) -> int:
+    """The bytes that may be alive beside a step when it runs: Python takes more than now until then."""
+    return others + others // 16
 
 
 def _rehearsed(step: TrainingStep, plan: Plan) -> Applied:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -223,6 +224,79 @@ def test_planning_again_keeps_the_memory() -> None:
     assert len(rows) == len(mine.handle.plan)
     assert {row.kept + row.dropped for row in rows} == {4}  # of the same regions, before and after
     assert all(row.dropped <= 2 for row in rows)
+
+
+class Said:
+    """A meter that says what it was told."""
+
+    def __init__(self, alive: int) -> None:
+        self.alive = alive
+
+    def live(self) -> int:
+        return self.alive
+
+    lap = live
+
+    def reset_lap(self) -> None:
+        """Begins a lap."""
+
+
+@pytest.mark.usefixtures("given_prices")
+@pytest.mark.parametrize("budget", [0, 0.3])
+def test_planning_again_takes_the_share_again(
+    budget: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a larger batch a share is a higher limit, above what is alive beside the step then, and regions go by it."""
+    meter = Said(0)
+    monkeypatch.setattr("torch_recompute.memory.elastic.meter_for", lambda _: meter)
+    mine = Training().auto(elastic=True, budget=budget)
+    assert mine.handle.elastic.limit == _share_of(mine.handle.plan, budget)
+    for count in (ROWS, 2 * ROWS, 2 * ROWS, ROWS):
+        mine.step(count)
+    assert len(mine.handle.history) == 2
+    assert "without success" not in capsys.readouterr().out
+    large = Training()
+    plan = make_plan(large.model, batch(2 * ROWS), budget=0, optimizer=large.optimizer)
+    assert mine.handle.report().elastic.limit == _share_of(plan, budget)
+
+
+@pytest.mark.usefixtures("given_prices")
+@pytest.mark.parametrize(("alive", "counted"), [(1_700_000, 1_700_000), (1_800_000, 1_700_000)])
+def test_planning_again_counts_what_python_took_since(
+    alive: int, counted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to a sixteenth more than at first: an optimizer's states, which a plan knows by name alone, are no more."""
+    weights = sum(weight.nbytes for weight in Stack().parameters())
+    held, meter = weights + batch().nbytes, Said(0)
+    monkeypatch.setattr("torch_recompute.memory.elastic.meter_for", lambda _: meter)
+    mine = Training()
+    meter.alive = held + 1_600_000
+    mine.auto(elastic=True, budget=0.5)
+    mine.step()
+    meter.alive = held + batch().nbytes + alive
+    for count in (2 * ROWS, 2 * ROWS, ROWS):
+        mine.step(count)
+    assert len(mine.handle.history) == 2
+    assert mine.handle.elastic.limit == _share_of(mine.handle.plan, 0.5) + math.ceil(counted / 0.95)
+
+
+def _share_of(plan: Plan, share: float) -> int:
+    """The bytes that a share means for the step of a plan with the least peak."""
+    prediction = plan.prediction
+    assert prediction is not None
+    return prediction.peak_bytes + int(share * (prediction.plain_peak_bytes - prediction.peak_bytes))
+
+
+@pytest.mark.usefixtures("given_prices")
+def test_planning_again_leaves_a_limit_that_was_set_since() -> None:
+    """Between two steps the limit is the user's own to change, whatever share it was given as at first."""
+    mine = Training().auto(elastic=True, budget=0.3)
+    mine.step()
+    mine.handle.elastic.limit = "2GiB"
+    for count in (2 * ROWS, 2 * ROWS, ROWS):
+        mine.step(count)
+    assert len(mine.handle.history) == 2
+    assert mine.handle.elastic.limit == 2**31
 
 
 LENGTHS = 16, 32, 48, 64, 96, 128

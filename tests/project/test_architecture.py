@@ -90,7 +90,7 @@ WINGS = {
     "around": {"compat", "distributed", "integrations", "doctor", "testing", "__init__"},
     "commands": {"commands", "report", "__main__"},
 }
-MOST_CODE_LINES = {"core": 7_049, "planning": 19_256, "around": 4_604, "commands": 4_415, "tests": 42_228}
+MOST_CODE_LINES = {"core": 7_049, "planning": 19_261, "around": 4_604, "commands": 4_415, "tests": 42_282}
 MOST_FILES, MOST_LONG_FUNCTIONS, LONGEST_FUNCTION, MOST_NAMES_TWICE = 179, 5, 50, 4
 FIRST_SCREEN = 21  # files and folders that the package begins with
 LONG_FUNCTION = 40  # lines without the docstring
