@@ -1055,6 +1055,22 @@ ask(EARLY, [None, True, False], *(within(set_checkpoint_early_stop(value)) for v
 ask(DEBUG, [None, True, False, None], *(within(set_checkpoint_debug_enabled(value)) for value in (True, False, None)))
 
 
+@row("checkpoints.in_checkpoint", [False, True, False, False])
+def a_checkpoint_around_is_known(t: Any) -> Any:
+    """Only by hooks of its own: one that is reentrant has none, nor have other hooks to do with it."""
+    seen: list[bool] = [t.checkpoints.in_checkpoint()]
+
+    def ask(x: torch.Tensor) -> torch.Tensor:
+        seen.append(t.checkpoints.in_checkpoint())
+        return x
+
+    for reentrant in (False, True):
+        torch.utils.checkpoint.checkpoint(ask, vector(), use_reentrant=reentrant)
+    with torch.autograd.graph.save_on_cpu():
+        ask(vector())
+    return seen
+
+
 @row(
     "checkpoints.checkpoints_run_by",
     [{"use_reentrant": False}] * 2,

@@ -534,6 +534,35 @@ def test_no_trial_keeps_a_call_within_other_hooks() -> None:
     assert not any(choice.keep for option in options for choice in option.regions)
 
 
+class Routed(nn.Module):
+    """Two experts behind a router, all in a checkpoint of PyTorch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 2, bias=False)
+        experts = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.SiLU(), nn.Linear(WIDTH, WIDTH)) for _ in range(2))
+        self.experts = nn.ModuleList(experts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + checkpoint(self.run, x.sin().cos(), use_reentrant=False)
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        scores, picked = self.router(x).softmax(-1).topk(1)
+        made = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (picked[:, 0] == number).nonzero()[:, 0]
+            made = made.index_add(0, rows, expert(x[rows]) * scores[rows])
+        return made
+
+
+@pytest.mark.filterwarnings("ignore:.*, so what it decides is not carried:RuntimeWarning")
+def test_a_router_within_another_checkpoint_is_planned() -> None:
+    """A trial carries none of its decisions, which that checkpoint makes again and compares."""
+    model, x = nn.Sequential(*(Routed() for _ in range(3))), torch.randn(256, WIDTH)
+    plan = make_plan(model, (x,), loss=lambda out: out.square().mean(), budget=0.0, device="h100")
+    assert any(choice.carry for choice in plan)
+
+
 # --- layers whose result is not what they make ---
 
 

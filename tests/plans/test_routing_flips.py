@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from torch_recompute import Applied, Choice, Plan, apply, doing_recompute, recompute, replay
 
@@ -108,6 +109,30 @@ def test_what_is_carried_cannot_flip() -> None:
     assert [layer.moved() for layer in m] == [0] * LAYERS
     report = handle.report()
     assert (report.flips, report.decisions) == (0, 0)
+
+
+class Checkpointed(Moe):
+    """Experts in a checkpoint of torch's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = checkpoint(super().forward, x.sin(), use_reentrant=False)
+        assert isinstance(made, torch.Tensor)
+        return made.tanh()
+
+
+@pytest.mark.filterwarnings("ignore:.* calls sort within:RuntimeWarning")
+def test_decisions_within_another_checkpoint_are_left_to_it() -> None:
+    """It runs them again outside of the region, and compares what is saved; a warning names the call."""
+    grads = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        m = nn.Sequential(*(Checkpointed(topk) for _ in range(LAYERS)))
+        if planned:
+            apply(m, layers(carry=True))
+        with pytest.warns(RuntimeWarning, match=r"^[01] calls topk within torch") if planned else nullcontext():
+            m(data()).square().sum().backward()
+        grads.append([p.grad for p in m.parameters()])
+    assert all(map(torch.equal, *grads))
 
 
 def test_one_call_is_looked_at() -> None:

@@ -13,6 +13,8 @@ import torch.utils.checkpoint as _checkpoint
 from torch import _C
 from torch.overrides import TorchFunctionMode
 
+from . import ambient_hooks
+
 
 def early_stop_override() -> bool | None:
     """The value of `torch.utils.checkpoint.set_checkpoint_early_stop` around; None outside of it."""
@@ -22,6 +24,12 @@ def early_stop_override() -> bool | None:
 def debug_override() -> bool | None:
     """The value of `torch.utils.checkpoint.set_checkpoint_debug_enabled` around; None outside of it."""
     return cast("Any", _checkpoint)._checkpoint_debug_enabled
+
+
+def in_checkpoint() -> bool:
+    """Whether `torch.utils.checkpoint` without `use_reentrant` drops what is saved now, and will make it again."""
+    hooks = ambient_hooks()
+    return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith(_checkpoint._checkpoint_hook.__name__)
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import re
+import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -31,6 +32,7 @@ from torch.overrides import TorchFunctionMode
 
 from .. import _torch
 from .._torch import tracing
+from .._torch.checkpoints import in_checkpoint
 from .._torch.graphs import attention_in_parts, function_of
 from .._torch.ranks import call_next_mode, dispatches
 from ..memory.ledger import CountedOnce, storages
@@ -322,11 +324,23 @@ class Carry(TorchFunctionMode):
         self, func: Function, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in ORDERED and "out" not in kwargs:
-            return _ordered(func, args, kwargs)
-        if "out" not in kwargs and _decides(func, args, kwargs):
-            return _own(replay(func)(*args, **kwargs))
-        return func(*args, **kwargs)
+        ordered = func in ORDERED
+        if "out" in kwargs or not (ordered or _decides(func, args, kwargs)):
+            return func(*args, **kwargs)
+        run = thread.run
+        if run is not None and in_checkpoint():
+            if not run.replaying:
+                warnings.warn(_not_carried(func.__name__, run.name), RuntimeWarning, stacklevel=2)
+            return func(*args, **kwargs)
+        return _ordered(func, args, kwargs) if ordered else _own(replay(func)(*args, **kwargs))
+
+
+def _not_carried(name: str, region: str) -> str:
+    return (
+        f"{region} calls {name} within torch.utils.checkpoint, so what it decides is not carried: that checkpoint "
+        "runs the call again by itself, after the region's forward, and compares what is saved.\n"
+        "  Take the inner checkpoint away; the region recomputes what is in it."
+    )
 
 
 TOPK = _anywhere("topk")

@@ -590,6 +590,7 @@ class Planner:
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("error", ".* within saved-tensor hooks that it enters itself", RuntimeWarning)
+                warnings.filterwarnings("ignore", ".*, so what it decides is not carried", RuntimeWarning)  # said later
                 return attempt(call, choices, self._captured.pretend, frees=self._loop.frees_gradients)
         except (errors.RecomputeError, RuntimeWarning):
             return None
