@@ -8,6 +8,7 @@ changed under the copy.
 import contextlib
 import copy
 import pickle
+import tempfile
 import warnings
 import weakref
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from laws.watch import equal, no_collector, on_threads
-from torch_recompute import ArgumentError, ChangedError, OnHost, no_recompute, recompute
+from torch_recompute import ArgumentError, ChangedError, OnDisk, OnHost, no_recompute, recompute
 from torch_recompute.stores import Bandwidth, bandwidth, host
 from torch_recompute.stores.transfers import TransferQueue
 
@@ -67,6 +68,9 @@ class Lazy:
 
     def steady(self, source: torch.Tensor) -> torch.Tensor:
         return source
+
+    def same(self, held: torch.Tensor, first: int, source: torch.Tensor) -> bool:
+        return True  # as on a device, where bytes are not compared
 
     def send(self, source: torch.Tensor) -> tuple[torch.Tensor, Job]:
         return self._job("send", source, None)
@@ -321,6 +325,22 @@ def test_a_changed_tensor_is_another_one() -> None:
     second = store.put(tensor)
     assert torch.equal(store.get(first), torch.zeros(3))
     assert torch.equal(store.get(second), torch.ones(3))
+
+
+@pytest.mark.parametrize("between", [0, 3], ids=["at once", "once it has left"])
+@pytest.mark.parametrize("store", [OnHost, lambda: OnDisk(tempfile.gettempdir())], ids=["host", "disk"])
+def test_a_tensor_changed_unseen_is_another_one(store: Callable[[], Any], between: int) -> None:
+    """On the CPU a write that no version counts, between two calls, reaches the second call's copy; else they share."""
+    tensor, kept = torch.zeros(1000), store()
+    first = kept.put(tensor)
+    y = torch.ones(2, requires_grad=True)
+    for _ in range(between):  # further groups, so that the first one leaves
+        y = recompute(torch.sin, inputs=kept)(y)
+    assert kept.put(tensor).host_copy is first.host_copy
+    tensor.data.add_(1)
+    second = kept.put(tensor)
+    assert torch.equal(kept.get(first), torch.zeros(1000))
+    assert torch.equal(kept.get(second), torch.ones(1000))
 
 
 def test_a_tensor_of_all_regions_is_copied_once(lane: Lazy) -> None:

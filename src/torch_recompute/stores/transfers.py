@@ -3,8 +3,10 @@
 A `Direct` makes the copies: on a CUDA device on two streams of their own (`Streams`), elsewhere at once. A
 `HostCopy` is one piece of memory that was copied: all of a storage, or the part of it that a dense tensor takes up.
 Handles of one storage at one version share a copy, whether they are one tensor or q, k and v cut from one product,
-and what comes back is a view of one base. An expanded tensor is not copied expanded. A view with gaps takes its whole
-storage along if it covers at least a quarter of it, else its elements are gathered first.
+and what comes back is a view of one base. In host memory the copy must also have the tensor's bytes: a write by `.data`
+has no version. To compare them on a device would wait for it, so such a write between two calls is not seen there. An
+expanded tensor is not copied expanded. A view with gaps takes its whole storage along if it covers at least a quarter
+of it, else its elements are gathered first.
 
 What one region puts is a `Group`. In forward, the copies of the present group and of `ahead` groups before it may be
 under way, and their tensors are still on the device; when the next group begins, the device waits for the oldest of
@@ -29,7 +31,7 @@ import torch
 
 from .. import errors
 from .._torch import storage_id
-from .._torch.storages import Memory
+from .._torch.storages import Memory, is_fake
 from .._torch.tensors import unexpanded
 from ..state.values import thread
 
@@ -64,6 +66,11 @@ class Direct:
     def steady(self, source: torch.Tensor) -> torch.Tensor:
         """Returns what is sent for a tensor: itself, or a copy of it that nobody else writes to."""
         return source
+
+    def same(self, held: Any, first: int, source: torch.Tensor) -> bool:
+        """Whether what is held for a tensor on the CPU has its bytes, from element `first` on."""
+        found = held[first : first + source.numel()]
+        return not source.is_quantized and torch.equal(found.view(torch.uint8), source.view(torch.uint8))
 
     def send(self, source: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Starts a copy to the host; returns it and its mark."""
@@ -182,6 +189,12 @@ class Cut(NamedTuple):
     shift: int
     gathered: tuple[Any, ...] = ()
 
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns that memory of a tensor, in one dimension."""
+        if self.first < 0:
+            return unexpanded(tensor).contiguous().view(-1)
+        return tensor.as_strided((self.stop - self.first,), (1,), self.first)
+
 
 def cut(tensor: torch.Tensor) -> Cut:
     """Returns which memory to copy for a strided tensor that has at least one element."""
@@ -219,11 +232,7 @@ class HostCopy:
         self._arrived: Memory | None = None
         self._mark: Any = None
         self._spoiled: int | None = None
-        if piece.first < 0:
-            source = unexpanded(tensor).contiguous().view(-1)
-        else:
-            source = tensor.as_strided((piece.stop - piece.first,), (1,), piece.first)
-        source = queue.copy_streams.steady(source)
+        source = queue.copy_streams.steady(piece.of(tensor))
         self._expected = source._version
         self.host, self._sent = queue.copy_streams.send(source)
         self.nbytes = self.host.nbytes
@@ -243,13 +252,17 @@ class HostCopy:
         freed(self.nbytes)
 
     def holds(self, tensor: torch.Tensor, piece: Cut) -> bool:
-        """Whether the copy contains the tensor, of the same storage, at its version."""
+        """Whether the copy contains the tensor, of the same storage, as it is now."""
         mine = self._cut
         if self._freed is None or tensor.dtype != self.host.dtype or self._spoiled is not None:
             return False
-        if piece.first < 0 or mine.first < 0:
-            return piece.gathered == mine.gathered and tensor._version == self._version
-        return mine.first <= piece.first and piece.stop <= mine.stop and tensor._version == self._version
+        if tensor._version != self._version or piece.gathered != mine.gathered:
+            return False
+        if piece.first < mine.first or piece.stop > mine.stop:
+            return False
+        held: Any = self.host if self._source is None else self._source
+        unknown = tensor.device.type != "cpu" or is_fake(tensor)
+        return unknown or self._queue.copy_streams.same(held, piece.first - mine.first, piece.of(tensor))
 
     def view(self, flat: torch.Tensor, size: Sequence[int], piece: Cut) -> torch.Tensor:
         """Returns the tensor that was put, in what `open` returned."""
