@@ -444,6 +444,14 @@ def test_nothing_is_changed_where_the_plan_does_not_fit() -> None:
     assert all("forward" not in module.__dict__ for module in ours.modules())
 
 
+def test_a_module_with_an_at_sign_in_its_name_is_refused_for_it() -> None:
+    """What a plan takes for calls in a module is said to be that, where a module's own name looks like it."""
+    ours = nn.Sequential()
+    ours.add_module("a@b", nn.Linear(4, 4))
+    with pytest.raises(ArgumentError, match=r"no module 'a'.*path@calls.*rename it"):
+        apply(ours, Plan((Choice(("a@b",)),)))
+
+
 def test_advice_for_a_wrapped_model_and_for_a_copy_can_be_followed() -> None:
     """A plan with descriptions of its modules is refused for a wrapper as one by hand; a copy has no handle."""
     model = nn.Sequential(nn.Linear(4, 4))

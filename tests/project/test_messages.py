@@ -1314,6 +1314,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: apply(copy.deepcopy(apply(Scale(), Plan((Choice(("",)),))).model), Plan()),
     lambda: plans_two_models_of_one_layer(),
     lambda: apply(torch.nn.Sequential(Scale(), Scale()), Plan((Choice(("00",)),))),
+    lambda: apply(torch.nn.ModuleDict({"a@b": Scale()}), Plan((Choice(("a@b",)),))),
     lambda: apply(torch.nn.Sequential(*[Scale()] * 2), Plan((Choice(("0",)), Choice(("1",))))),
     lambda: apply(torch.nn.Sequential(nn.ModuleList([Scale(), Scale()])), Plan((Choice(("0",)),))),
     lambda: apply(torch.nn.Sequential(Scale()), Plan((Choice(("0",), tiles=2, with_loss=True),))),

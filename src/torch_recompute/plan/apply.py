@@ -320,6 +320,8 @@ def _no_module(model: nn.Module, modules: Mapping[str, nn.Module], path: str) ->
         hint = f" The model is inside of {type(model).__name__}: apply(model.module, plan)."
     if "_orig_mod" in modules:
         hint = " torch.compile returned it: apply the plan to the model that was compiled, its ._orig_mod."
+    if any(name.startswith(f"{path}@") for name in modules):
+        hint = " A plan writes calls as path@calls, so it cannot name a module with an @ in its own name: rename it."
     return (
         f"{type(model).__name__} has no module {path!r}.{hint}\n"
         "  A plan names modules by the paths of model.named_modules(), of the module that apply is given; a "
