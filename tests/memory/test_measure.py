@@ -565,6 +565,15 @@ def test_wrapper_subclass_stands_for_its_parts() -> None:
     assert m.live_bytes == values.untyped_storage().nbytes() + nested.offsets().untyped_storage().nbytes()
 
 
+def test_gradients_of_a_nested_tensor_are_summed() -> None:
+    """A nested tensor that is used twice has its gradients added, which the engine never does in place."""
+    values = torch.ones(8, 4, requires_grad=True)
+    with measure():
+        x = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 3, 8])).sin()
+        (x + x.exp()).values().sum().backward()
+    assert values.grad is not None
+
+
 def test_zeros_that_are_never_allocated() -> None:
     """The zeros that stand for a tangent take no memory, measured, simulated or kept for backward."""
     model, x = Made(lambda _, x: x * torch._efficientzerotensor((256,)) + x.exp()), torch.randn(256)

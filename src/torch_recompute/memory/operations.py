@@ -192,7 +192,7 @@ class PlainFormulas:
             of_linear = code is nn.Linear.forward.__code__ and len(given) == 2  # a product and its bias
             return of_linear and given[0] == torch.broadcast_shapes(*given)  # under vmap it is the other way round
         mine = sequence_of(node) == self._node and any(args[0] is made() for made in self._made)
-        if mine or not isinstance(args[0], torch.Tensor):  # what a node has made itself may be a part of its formula
+        if mine or not isinstance(args[0], torch.Tensor) or args[0].is_nested:  # what it made may be of its formula
             return False
         return laid(args[0].shape, args[0].stride()) < 2 and uses(args) == _uses_of_a_sum()
 
