@@ -213,6 +213,24 @@ def test_a_jagged_batch_is_simulated(plan: Plan) -> None:
     assert found.peak_bytes == real.peak_bytes
 
 
+def test_layers_that_exchange_a_jagged_batch_are_planned() -> None:
+    """Residual layers between which a nested tensor goes are tried, and the plan's peak is that of the step."""
+    made = (nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH)) for _ in range(6))
+    layers = (Made(lambda module, x: x + module.inner(x), inner=inner) for inner in made)
+    model, values = nn.Sequential(*layers), torch.randn(96, WIDTH)
+    x = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 20, 96]))
+
+    def mean(out: torch.Tensor) -> torch.Tensor:
+        return out.values().square().mean()
+
+    plan = make_plan(model, x, loss=mean, budget=0.3, hold_output=False)
+    assert plan.choices
+    apply(model, plan)
+    with measure(model).track(x) as real:
+        mean(model(x)).backward()
+    assert plan.predicted_peak_bytes == pytest.approx(real.peak_bytes, rel=0.005)
+
+
 def guarded(out: torch.Tensor) -> torch.Tensor:
     """A loss that refuses what is not finite, and leaves it out."""
     value = out[~out.isnan()].square().mean()

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -136,12 +137,21 @@ class _Source(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, _: torch.Tensor, call: SegmentCall) -> Any:
-        like = call.inputs  # of the call, since an argument would be part of the graph
-        return tuple(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in like)
+        return tuple(_maker(x, strided=True)() for x in call.inputs)  # of the call: arguments are part of the graph
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         return None, None
+
+
+def _maker(like: Any, *, strided: bool = False) -> Callable[[], torch.Tensor]:
+    """Returns what makes tensors of a tensor's shape, without keeping that; of a jagged one, of its lengths."""
+    if like.is_nested:
+        values, offsets, lengths = _maker(like.values(), strided=strided), like.offsets(), like.lengths()
+        jagged = next(dim for dim, size in enumerate(like.shape) if not isinstance(size, int))
+        return lambda: torch.nested.nested_tensor_from_jagged(values(), offsets, lengths, jagged)
+    make = partial(torch.empty_strided, like.shape, like.stride()) if strided else partial(torch.empty, like.shape)
+    return partial(make, dtype=like.dtype, device=like.device)
 
 
 def attempt(call: SegmentCall, choices: Sequence[Choice], pretend: FakeMode, *, frees: bool = False) -> Tried:
@@ -225,13 +235,13 @@ def _run(call: SegmentCall, holder: nn.Module, pretend: FakeMode, host: HostApar
         forward = max(sample.live_bytes for sample in m.timeline[start - 1 :])
         outputs = [x for x in tensors_of_call(result) if x.requires_grad]
         edges = [torch.autograd.graph.get_gradient_edge(x) for x in outputs]
-        shapes = [(x.shape, x.dtype, x.device) for x in outputs]
+        makers = [_maker(x.detach()) for x in outputs]
         del result, outputs
         host.settle()
         saved, host_bytes = m.live_bytes, host.host_bytes
         start = len(m.timeline)
         seen.own = True
-        given = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in shapes]
+        given = [make() for make in makers]
         seen.own, seen.before = False, known
         # as a training loop does, outside of autocast
         with nullcontext() if call.autocast is None else torch.autocast(call.autocast.device, enabled=False):
