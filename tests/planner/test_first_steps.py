@@ -563,6 +563,23 @@ def test_tensors_in_objects_are_of_the_batch(larger: bool, capsys: pytest.Captur
     assert ("a larger batch came ([128, 32], [128, 320])" in capsys.readouterr().out) == larger
 
 
+def test_a_larger_batch_is_planned_with_its_integers(capsys: pytest.CaptureFixture[str]) -> None:
+    """Lengths, which must sum to the rows, are those of the call that was larger, not ones; it is planned with them."""
+
+    def batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(rows, WIDTH), torch.tensor([rows // 4, rows - rows // 4])
+
+    torch.manual_seed(0)
+    model = Made(lambda m, x, lengths: m.stack(torch.cat(x.split(lengths.tolist()))), stack=Stack())
+    adam = torch.optim.AdamW(model.parameters())
+    auto(model, batch(64), budget=0.3, optimizer=adam, device="h100")
+    for rows in (128, 64):
+        model(*batch(rows)).backward()
+        adam.step()
+        adam.zero_grad()
+    assert "a larger batch came ([128, 32], [2])" in capsys.readouterr().out
+
+
 def test_a_first_call_that_is_compiled_is_said_to_have_no_plan() -> None:
     """Where torch.compile traces the call that was to be planned, one warning says what to write, and no plan is in."""
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(2)))

@@ -47,6 +47,7 @@ from .wrappers import ForwardWrapper
 
 STEPS = 3
 TOLERANCE = 0.005  # of the promise
+MOST_VALUES = 2**16  # of a tensor of integers in a call, to plan with them: offsets and lengths fit no others
 MOST_CALLS = 64  # of a step whose end shows neither in an optimizer nor in gradients
 COUNTING = ("cuda",)  # devices whose allocator counts a peak
 ALONE = "another plan would not change it"
@@ -130,6 +131,15 @@ class _Layout:
         return torch.ones(self.shape, dtype=self.dtype, device=self.device)
 
 
+def _without_floats(leaf: Any) -> Any:
+    """Returns an argument of a call without the memory of its tensor; a copy of a small one of integers."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    if leaf.is_floating_point() or leaf.is_complex() or leaf.numel() > MOST_VALUES:
+        return _Layout(leaf.shape, leaf.dtype, leaf.device)
+    return leaf.detach().clone()
+
+
 class _Call:
     """One call of a model: its shapes, the layers that ran, what was there when it began, and its graph."""
 
@@ -138,8 +148,7 @@ class _Call:
     ) -> None:
         self.beside = beside  # the calls whose graphs wait for a backward when it begins
         leaves, self._spec = _torch.tree_flatten((args, kwargs))
-        tensor = torch.Tensor
-        self._leaves = [_Layout(x.shape, x.dtype, x.device) if isinstance(x, tensor) else x for x in leaves]
+        self._leaves = [*map(_without_floats, leaves)]
         self.shapes = shapes_of(model, args, kwargs)
         self.layers: Counter[str] = Counter()
         self._weights = [weight for weight in model.parameters() if weight.is_leaf]
@@ -189,7 +198,7 @@ class _Call:
         return any(math.prod(a) > math.prod(b) for a, b in zip(self.shapes, shapes, strict=False))
 
     def example(self) -> ExampleCall:
-        """Arguments of these shapes, all ones."""
+        """Arguments of these shapes, with the small ones of its integers, and ones."""
         made = [leaf.ones() if isinstance(leaf, _Layout) else leaf for leaf in self._leaves]
         return _torch.tree_unflatten(made, self._spec)
 
