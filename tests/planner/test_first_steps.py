@@ -69,10 +69,11 @@ class Training:
         self.x = torch.randn(64, WIDTH)
         named = {"an optimizer": None, "a part": "sgd", "another optimizer": "sgd"}.get(loop, self.adam)
         self.model.train(loop != "train mode")
+        self.model.layers[:4].requires_grad_(loop != "unfreezing")
         torch.manual_seed(0)  # leaves out two layers of the planned step
         if planned:
             self.handle = auto(self.model, self.x, budget=budget, optimizer=named, device="h100", replan=replan)
-        self.model.train()
+        self.model.train().requires_grad_()
         self.x = torch.randn(128, WIDTH) if loop == "a larger batch" else self.x
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -108,6 +109,7 @@ SAID = {
     "a part": "AdamW steps, which does not clear the gradients of all parameters. Write auto(..., optimizer=",
     "a larger batch": "a larger batch came ([128, 32]). Write auto(...) with the largest batch.",
     "train mode": "in train mode, and was planned in eval mode. Write auto(...) after model.train().",
+    "unfreezing": "more parameters require grad than then. Write auto(...) once all that will be trained does.",
     "layerdrop": "ran more often than in the planned step. Write auto(...) with the probability",
 }
 

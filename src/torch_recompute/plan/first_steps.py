@@ -98,6 +98,11 @@ class Planning(Protocol):
         ...
 
 
+def _trainable(model: nn.Module) -> int:
+    """The elements of the parameters that require grad and have a shape."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad and not nn.parameter.is_lazy(p))
+
+
 def shapes_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, ...]]:
     """The shapes of the tensors of a call, in an order that does not depend on that of its keywords."""
     return [x.shape for x in tensors_of_call(in_order(parameters(model), args, dict(sorted(kwargs.items()))))]
@@ -301,6 +306,7 @@ class FirstSteps(ForwardWrapper):
         self._hooks.clear()
         self._handle.first.autocast = None  # is spoken of here
         self._planning.came(self._handle)
+        self._trainable = _trainable(self.module)
         plan: Any = self._handle.plan
         paths = [path for path, _ in plan.modules]
         profile = plan.profile
@@ -365,6 +371,8 @@ class FirstSteps(ForwardWrapper):
             yield Deviation(f"the model runs {inside}", otherwise=inside)
         if first.training and not loop.training:
             yield Deviation("the model is in train mode, and was planned in eval mode", otherwise="after model.train()")
+        if _trainable(self.module) > self._trainable:
+            yield Deviation("more parameters require grad than then", otherwise="once all that will be trained does")
         if len(self._stepped) > 1:
             names = listed([*dict.fromkeys(type(one).__name__ for one in self._stepped)])
             what = f"{len(self._stepped)} optimizers step ({names}), and a plan counts the states of one"
