@@ -17,7 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from support.zoo import mean_loss
 from torch_recompute import Choice, Plan, apply, make_plan, profile
 from torch_recompute.planner import planner
-from torch_recompute.planner.known import MOST, digest, forget, known
+from torch_recompute.planner.hosts import NO_LEAVE
+from torch_recompute.planner.known import MOST, digest, forget, known, made_for
 from torch_recompute.simulation.training_step import TrainingStep
 
 SCALE = 2
@@ -96,16 +97,22 @@ CHANGES: dict[str, Callable[[nn.Sequential], object]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_model_is_another(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a step can depend on is in the digest; the same model has the same."""
+    """Whatever a step can depend on is in the digest, and in a plan's file; the same model has the same."""
     monkeypatch.setitem(globals(), "SCALE", 2)
     monkeypatch.setattr(Layer, "sizes", [1])
     monkeypatch.setattr(CONFIG, "factor", 1)
     monkeypatch.setattr(Settings, "repeats", 1)
+
+    def facts(model: nn.Module) -> dict[str, Any]:
+        return made_for(TrainingStep(model, (torch.ones(2, 8),), loss=torch.sum), "fit", NO_LEAVE)
+
     model = built()
     assert (before := digest(model)) is not None
     assert digest(model) == digest(built()) == before
+    assert (in_file := facts(model)) == facts(built())
     CHANGES[change](model)
     assert digest(model) not in (None, before)
+    assert facts(model) != in_file or change == "values that the step may read"  # of which a file says nothing
 
 
 def test_a_class_that_was_written_again_is_another() -> None:

@@ -209,6 +209,12 @@ def _is_own(file: str) -> bool:
     return kind_of(file) == "user" and "-packages" not in file
 
 
+def _own(thing: Any) -> bool:
+    """Whether it is a function of the user's own, or decorates one."""
+    code: Any = getattr(inspect.unwrap(thing), "__code__", None) if isinstance(thing, types.FunctionType) else None
+    return code is not None and _is_own(code.co_filename)
+
+
 def _method(fn: types.FunctionType, deep: int = 4) -> Any:
     """A method of the user's own as any function; else its code, and the functions and values in its decorators."""
     if _is_own(fn.__code__.co_filename):
@@ -240,9 +246,14 @@ def _class(kind: type) -> dict[str, Any]:
     return {"class": f"{kind.__module__}.{kind.__qualname__}", "code": code}
 
 
+def _inner(value: Any) -> Any:
+    """The function of a static or class method or a property; else the value."""
+    return getattr(value, "__func__", None) or getattr(value, "fget", None) or value
+
+
 def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
     for name, value in vars(kind).items():
-        inner = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
+        inner = _inner(value)
         if isinstance(inner, types.FunctionType):
             yield name, _method(inner)
         elif type(inner) in _VALUES and not name.startswith("__"):
@@ -286,7 +297,7 @@ def made_for(step: TrainingStep, budget: object, leave: Leave, sizes: Sequence[i
     given = {name: bool(value) for name, value in given.items() if not isinstance(value, torch.Tensor)}
     return {
         "model": _hash(modules, layout, getattr(getattr(model, "config", None), "to_dict", dict)(), attributes),
-        "code": _hash(sorted(_source(base) for kind in kinds for base in kind.__mro__)),
+        "code": _hash(*(sorted(text(base) for kind in kinds for base in kind.__mro__) for text in (_source, _reached))),
         "batch": _shapes(step.call),
         "loss": _hash(_source(type(step.loss)), _text(step.loss)),
         "optimizer": [_name(make if inspect.isroutine(make) else type(make)), _source(make), str(given), hooks],
@@ -367,22 +378,29 @@ def _source(thing: Any) -> str:
 
 
 def _text(thing: Any, deep: int = 4) -> str:
-    """A thing as text: plain values, the layout of tensors, the code of functions, and what they and others hold."""
+    """A thing as text: plain values, the layout of tensors, the code of functions, and what they and others reach."""
     if type(thing) in _PLAIN:
         return repr(thing)
     if isinstance(thing, torch.Tensor):
         return str(_shapes(thing))
     held = [_text(part, deep - 1) for part in _held(thing)] if deep else []
-    function = inspect.isroutine(thing)
-    return f"{_source(thing) if function else _name(type(thing))}: {sorted(held) if isinstance(thing, set) else held}"
+    name = _source(thing) if inspect.isroutine(thing) else _name(thing if isinstance(thing, type) else type(thing))
+    return f"{name}: {sorted(held) if isinstance(thing, (set, frozenset)) else held}"
+
+
+def _reached(kind: type) -> str:
+    """What the functions of a class reach, as text: they call functions, which read objects."""
+    return _text(kind, 5)
 
 
 def _held(thing: Any) -> Iterable[Any]:
-    """The parts of a thing: what a function encloses, what a container, a module by itself or a user's object holds."""
+    """The parts of a thing: what a function encloses and, of the user's own, names, and what others hold."""
     if isinstance(thing, types.MethodType):
         return _held(thing.__func__)
     if isinstance(thing, types.FunctionType):
-        return *_cells(thing), thing.__defaults__, thing.__kwdefaults__
+        return *_cells(thing), thing.__defaults__, thing.__kwdefaults__, *_code(thing)[1].values()
+    if isinstance(thing, type):
+        return [one for one in map(_inner, vars(thing).values()) if type(one) in _VALUES or _own(one)]
     if isinstance(thing, partial):
         return thing.func, thing.args, thing.keywords
     if isinstance(thing, Mapping):  # hooks have numbers for names, which are others in another process
@@ -392,10 +410,11 @@ def _held(thing: Any) -> Iterable[Any]:
         several = cast("list[Any]", thing)
         return several if len(several) <= MANY else ()
     if isinstance(thing, nn.Module):
-        return [one for one in vars(thing).items() if one[0] not in ("_modules", "_parameters", "_buffers")]
+        others = ("_modules", "_parameters", "_buffers")
+        return _held({name: value for name, value in vars(thing).items() if name not in others})
     file = getattr(sys.modules.get(type(thing).__module__), "__file__", None) or torch.__file__
     plain = isinstance(thing, (types.SimpleNamespace, argparse.Namespace)) or _is_own(file)
-    return vars(thing).items() if plain and hasattr(thing, "__dict__") else ()
+    return _held(vars(thing)) if plain and hasattr(thing, "__dict__") else ()
 
 
 def _shapes(call: Any) -> Any:
