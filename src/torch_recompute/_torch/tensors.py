@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
+
+from . import tree_flatten, tree_unflatten
 
 
 def wants_grad(tensor: torch.Tensor) -> bool:
@@ -102,12 +104,7 @@ def unviewed(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor._base is None else torch.ops.aten._unsafe_view.default(tensor, tensor.shape)
 
 
-def mapped(value: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
-    """An operation's arguments or results, with `fn` of each tensor among them."""
-    if isinstance(value, torch.Tensor):
-        return fn(value)
-    if type(value) in (list, tuple):
-        return type(value)(mapped(item, fn) for item in value)
-    if isinstance(value, dict):
-        return {key: mapped(item, fn) for key, item in cast("dict[Any, Any]", value).items()}
-    return value
+def each_tensor(tree: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """Returns a pytree with what `change` makes of each tensor in its place."""
+    leaves, spec = tree_flatten(tree)
+    return tree_unflatten([change(x) if isinstance(x, torch.Tensor) else x for x in leaves], spec)

@@ -39,9 +39,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import Plan, RecomputeConfig, apply, errors, make_plan, measure, simulate
-from .._torch import tree_leaves
+from .._torch import tensors_in
+from .._torch.tensors import each_tensor
 from ..errors import ArgumentError, BudgetError, MismatchError
-from ..memory.batch import each_tensor
 from ..memory.free import heap, host_memory
 from ..plan.exhausted import Shortage
 from ..simulation.training_step import OPTIMIZERS, USUAL, any_loss, optimizer_of
@@ -251,7 +251,7 @@ class Ready(NamedTuple):
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The tensors among the arguments."""
-        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, torch.Tensor)]
+        return tensors_in((self.args, self.kwargs))
 
     @property
     def items(self) -> tuple[str, int]:

@@ -137,7 +137,7 @@ def _store(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], indices: Se
             raise errors.ArgumentError(
                 f"offload_indices holds {index!r}, but {has}.\n  {write}, or leave offload_indices out."
             )
-        tensors = [tensor for tensor in _tensors(args[index]) if not _torch.is_parameter(tensor)]
+        tensors = [tensor for tensor in _torch.tensors_in(args[index]) if not _torch.is_parameter(tensor)]
         if not tensors:
             raise errors.ArgumentError(
                 f"offload_indices holds {index}, but argument {index} of {name} is {errors.say(args[index])}, in which "
@@ -147,11 +147,8 @@ def _store(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], indices: Se
             )
         ids.update(map(id, tensors))
     named = [*enumerate(args), *((repr(key), value) for key, value in kwargs.items())]
-    return _Chosen(name, ids, {id(tensor): f"argument {key}" for key, value in named for tensor in _tensors(value)})
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in _torch.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    labels = {id(tensor): f"argument {key}" for key, value in named for tensor in _torch.tensors_in(value)}
+    return _Chosen(name, ids, labels)
 
 
 class _Chosen:

@@ -22,7 +22,7 @@ from .. import errors
 from .._torch import is_operator
 from .._torch.fakes import FakeTensor, FakeTensorMode
 from .._torch.inductor import BackendError, on_fakes
-from .._torch.tensors import mapped
+from .._torch.tensors import each_tensor
 from ..errors.text import doing
 from ..memory.budget import Budget, Limit, bytes_meant, no_plan_fits
 from ..memory.operations import Operation
@@ -198,7 +198,7 @@ def _compile(copy: nn.Module, options: dict[str, Any], kernel: Callable[[Sequenc
     fakes: Any = next((x.fake_mode for x in tensors if isinstance(x, FakeTensor)), FakeTensorMode())
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = mapped((args, kwargs), partial(fake_on, fakes))
+        args, kwargs = each_tensor((args, kwargs), partial(fake_on, fakes))
         return compiled(*args, **kwargs)
 
     copy.forward = forward  # type: ignore[method-assign]

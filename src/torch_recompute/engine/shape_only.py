@@ -29,7 +29,7 @@ import torch
 from .. import _torch, errors
 from .._torch import is_operator
 from .._torch.modes import without_modes
-from .._torch.tensors import mapped
+from .._torch.tensors import each_tensor
 from ..state.values import thread
 
 aten: Any = torch.ops.aten
@@ -148,8 +148,9 @@ class ShapeOnly(torch.Tensor):
                 raise missing(tensor, str(func))
             return written[0]
         with without_modes():
-            made = func(*mapped(args, _on_meta), **mapped(kwargs, _on_meta))
-        return mapped(made, lambda x: ShapeOnly.make(TensorLayout.of(x)._replace(device=tensor.device), tensor.call))
+            made = func(*each_tensor(args, _on_meta), **each_tensor(kwargs, _on_meta))
+        call, device = tensor.call, tensor.device
+        return each_tensor(made, lambda x: ShapeOnly.make(TensorLayout.of(x)._replace(device=device), call))
 
 
 def _read_outside(call: str, op: str) -> str:

@@ -6,13 +6,14 @@ import dataclasses
 import difflib
 import inspect
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from .. import _torch, errors
+from .._torch.tensors import each_tensor as each_tensor
 
 
 def _not_a_model(what: str, value: object) -> str:
@@ -85,12 +86,6 @@ def call_of(
         )
     _check_takes(what, model, args, named, loss)
     return args, named
-
-
-def each_tensor(tree: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """Returns a pytree with what `change` makes of each tensor in its place."""
-    leaves, spec = _torch.tree_flatten(tree)
-    return _torch.tree_unflatten([change(x) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
 
 
 def fresh(tensor: torch.Tensor) -> torch.Tensor:

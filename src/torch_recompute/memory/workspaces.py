@@ -47,7 +47,7 @@ from .._torch import is_operator
 from .._torch.fakes import FakeTensor, device_of
 from .._torch.flops import flops, fused_on_cpu
 from .._torch.storages import cpu_bytes_between, profiling
-from .._torch.tensors import mapped
+from .._torch.tensors import each_tensor
 from ..state import DEFAULT
 from ..stores.measured import PriceFile, folder, full_name
 from . import allocator
@@ -387,7 +387,7 @@ def _alone(
         try:
             torch.set_num_threads(threads)  # a new thread has the environment's number until it is set
             with torch.set_grad_enabled(graded):
-                args, kwargs = mapped(
+                args, kwargs = each_tensor(
                     (tuple(inputs[0]), inputs[1] or {}),
                     lambda tensor: _made_up(tensor, on_cpu if device_of(tensor).type == "cpu" else device),
                 )

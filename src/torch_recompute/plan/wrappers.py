@@ -34,10 +34,10 @@ from .. import _torch, errors
 from .._torch import tracing
 from .._torch.modes import transforming
 from .._torch.storages import is_fake
+from .._torch.tensors import each_tensor
 from ..engine.discard import Discard
 from ..engine.region_call import Options, RegionCall
 from ..errors.text import starred_path
-from ..memory.batch import each_tensor
 from ..region import Pool, keep, no_effect, run, trace
 from ..state import DEFAULT
 from ..state.observer import here, observing

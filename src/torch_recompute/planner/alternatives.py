@@ -17,7 +17,9 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from .. import _torch, errors
+from .. import errors
+from .._torch import tensors_in
+from .._torch.tensors import each_tensor
 from ..errors.text import doing
 from ..memory.budget import Limit, no_plan_fits
 from ..plan.apply import apply
@@ -159,16 +161,14 @@ def _smaller_batches(planner: Planner, budget: int | None) -> Iterator[Alternati
 
     A batch of one broadcasts to whatever a loss holds; one that is larger by one does not, so that is tried before.
     """
-    leaves, spec = _torch.tree_flatten(planner.step.call)
-    size = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim), 1)
+    whole = size = next((tensor.shape[0] for tensor in tensors_in(planner.step.call) if tensor.ndim), 1)
 
     def peak_of(size: int) -> int:
-        args, kwargs = _torch.tree_unflatten([_cut(leaf, leaves, size) for leaf in leaves], spec)
+        args, kwargs = each_tensor(planner.step.call, lambda tensor: _cut(tensor, whole, size))
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "Using a target size")  # of a loss that holds the targets of all
             return _peak(replace(planner.step, args=args, kwargs=kwargs), planner.leanest)
 
-    whole = size
     while size > 1:
         size //= 2
         try:
@@ -182,12 +182,11 @@ def _smaller_batches(planner: Planner, budget: int | None) -> Iterator[Alternati
             return
 
 
-def _cut(leaf: Any, leaves: Sequence[Any], size: int) -> Any:
-    """The first items of a tensor whose first dimension is that of the first tensor; some twice where it has fewer."""
-    first = next(one for one in leaves if isinstance(one, torch.Tensor) and one.ndim)
-    if not isinstance(leaf, torch.Tensor) or leaf.shape[:1] != first.shape[:1]:
-        return leaf
-    return leaf[:size] if size <= len(leaf) else torch.cat([leaf, leaf])[:size]
+def _cut(tensor: torch.Tensor, whole: int, size: int) -> torch.Tensor:
+    """The first items of a tensor that has one for each of the whole batch; some twice where it has fewer."""
+    if tensor.shape[:1] != (whole,):
+        return tensor
+    return tensor[:size] if size <= whole else torch.cat([tensor, tensor])[:size]
 
 
 def _peak(step: TrainingStep, plan: Plan) -> int:

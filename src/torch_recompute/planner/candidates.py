@@ -238,8 +238,7 @@ class _Calls(TorchFunctionMode):
 
     def _enter(self, path: str, _: nn.Module, *given: Any) -> None:
         self._stack.append(path)
-        plain = [] if transforming() else _torch.tree_leaves(given)  # in `vmap` one stands for several
-        tensors = [leaf for leaf in plain if isinstance(leaf, torch.Tensor)]
+        tensors = [] if transforming() else _torch.tensors_in(given)  # in `vmap` one stands for several
         left = [(self._left[id(x)], x) for x in tensors if id(x) in self._left]
         self._feeders.setdefault(path, set()).update(where for (where, ref), x in left if ref() is x)
         self.given.setdefault(path, set()).update(id(storage) for _, storage in storages(tensors))

@@ -34,7 +34,8 @@ import torch
 from torch import nn
 
 from .. import _torch
-from ..memory.batch import each_tensor, fresh
+from .._torch.tensors import each_tensor
+from ..memory.batch import fresh
 from ..memory.meter import Stamp, between, stamp
 from ..memory.saved import generators_as_before
 from ..plan.apply import apply
@@ -125,8 +126,7 @@ def obstacle(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], de
     group = torch.distributed
     if group.is_available() and group.is_initialized() and group.get_world_size() > 1:
         return "other ranks could be waited for"
-    leaves = [x for x in _torch.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-    for tensor in (*model.parameters(), *model.buffers(), *leaves):
+    for tensor in (*model.parameters(), *model.buffers(), *_torch.tensors_in((args, kwargs))):
         if tensor.device.type != device.type:
             return f"a tensor is on {tensor.device.type} and not on {device.type}"
     return ""

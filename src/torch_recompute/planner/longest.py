@@ -24,6 +24,7 @@ import torch
 
 from .. import errors
 from ..errors.text import doing
+from ..memory.batch import ExampleCall
 from ..memory.budget import FIT, Budget, Limit, bytes_meant, read_budget
 from ..memory.reserved import expands
 from ..plan.apply import apply
@@ -36,7 +37,7 @@ from .configurations import ConfiguredStep, peaks_of
 from .hosts import NO_LEAVE, Leave, stores_for
 from .layout import ConfiguredLayout, LayoutPlanner, LayoutRanks, RankPlan
 from .planner import Planner
-from .sizes import Call, Lengths, plan_calls
+from .sizes import Lengths, plan_calls
 
 SIZES = 5
 ROUNDS = 3
@@ -366,7 +367,7 @@ class Longest(Search):
         asked = FIT if self.asked() == FIT else allowed  # which then also thinks of what the allocator reserves
         return plan_calls(self.step, [self._calls(length) for length in lengths], asked, self.leave)
 
-    def _step(self, call: Call) -> TrainingStep:
+    def _step(self, call: ExampleCall) -> TrainingStep:
         return replace(self.step, args=call[0], kwargs=call[1])
 
     def _peak(self, plan: Plan, made_at: int, length: int) -> Peak:  # with tiles as large as where it was made

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from .. import _torch
-from .._torch import is_operator
+from .._torch import is_operator, tensors_in
 from .._torch.fakes import APART, device_of, writes
 from .._torch.flops import flops, fused_on_cpu
 from ..memory.operations import Operation, Operations
@@ -154,7 +153,7 @@ def _op_of(ran: Operation) -> Op | None:
         return None
     counted = flops(func, args, kwargs, out)
     if not is_operator(func):  # the tensors of a higher-order operator are enough for its price
-        args, kwargs = tuple(x for x in _torch.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)), {}
+        args, kwargs = tuple(tensors_in((args, kwargs))), {}
     named = tuple((name, _plain(value)) for name, value in sorted(kwargs.items()))
     return Op(func, _plain(args), named, tuple(metas(_plain((out,)))), counted)
 

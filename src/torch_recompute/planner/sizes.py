@@ -16,6 +16,7 @@ length, which would only come near the promise that the simulation of each size 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,8 +24,10 @@ from typing import Any
 
 import torch
 
-from .. import _torch, errors
-from ..memory.batch import Batch, call_of
+from .. import errors
+from .._torch import tensors_in
+from .._torch.tensors import each_tensor
+from ..memory.batch import Batch, ExampleCall, call_of
 from ..memory.budget import Budget, Limit
 from ..plan.apply import apply
 from ..plan.plan import Plan, SizeClass, shape_in_words
@@ -33,8 +36,6 @@ from ..simulation import simulate_step
 from ..simulation.training_step import TrainingStep
 from .hosts import NO_LEAVE, Leave, stores_for
 from .planner import Planner
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 FINENESS = 64
 MOST = 5  # sizes shorter than the longest that are found
@@ -55,7 +56,7 @@ def plan_sizes(
     return _plan_all(step, budget, leave)
 
 
-def calls_of(examples: Sequence[Batch | int], step: TrainingStep) -> list[Call]:
+def calls_of(examples: Sequence[Batch | int], step: TrainingStep) -> list[ExampleCall]:
     """The calls that sizes are of, given as examples, or as lengths of the step's call."""
     if any(isinstance(length, (int, float)) for length in examples):
         wrong = next((length for length in examples if type(length) is not int or length < 1), None)
@@ -79,13 +80,13 @@ def calls_of(examples: Sequence[Batch | int], step: TrainingStep) -> list[Call]:
     return _rising(parameters(step.model), calls)
 
 
-def _rising(names: Sequence[str], calls: list[Call]) -> list[Call]:
+def _rising(names: Sequence[str], calls: list[ExampleCall]) -> list[ExampleCall]:
     """The calls, where each is larger than the one before."""
     Plan(sizes=tuple(SizeClass(size_of(names, *call) or ()) for call in calls))  # refuses what does not rise
     return calls
 
 
-def plan_calls(step: TrainingStep, calls: Sequence[Call], budget: Budget | Limit, leave: Leave) -> Plan:
+def plan_calls(step: TrainingStep, calls: Sequence[ExampleCall], budget: Budget | Limit, leave: Leave) -> Plan:
     """The plan for some calls, from small to large."""
     names = parameters(step.model)
     shapes = [size_of(names, *call) or () for call in calls]
@@ -165,16 +166,18 @@ class Lengths:
         if self.dim and shape.count(self.length) > 1:
             raise errors.ArgumentError(_no_sequence(f"a first tensor of shape {shape}, in which it could be two"))
 
-    def __call__(self, length: int) -> Call:
+    def __call__(self, length: int) -> ExampleCall:
         """The call at another length."""
         if length == self.length:
             return self._call
-        leaves, spec = _torch.tree_flatten(self._call)
-        tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}  # labels may be the tokens
-        tokens = next(iter(tensors), 0)
+        tokens = next(iter(tensors_in(self._call)), None)
+
+        @functools.cache  # labels may be the tokens
+        def at_length(tensor: torch.Tensor) -> torch.Tensor:
+            return self._at(tensor, length, positions=tensor is not tokens)
+
         with torch.no_grad():
-            made = {key: self._at(one, length, positions=key != tokens) for key, one in tensors.items()}
-        return _torch.tree_unflatten([made.get(id(leaf), leaf) for leaf in leaves], spec)
+            return each_tensor(self._call, at_length)
 
     def _at(self, tensor: torch.Tensor, length: int, *, positions: bool) -> torch.Tensor:
         found, at = tensor, torch.arange(length, device=tensor.device)

@@ -24,8 +24,10 @@ import torch
 from torch import nn
 
 from .. import _torch
+from .._torch import tensors_in
 from .._torch.fakes import FakeTensorMode
 from .._torch.ranks import backward_for_inputs, backward_for_weights, detach_outputs, every_input_has_a_gradient
+from .._torch.tensors import each_tensor
 from ..memory.ledger import ACTIVATIONS, CATEGORIES, OTHER, Block, Entry, Place, largest, storages
 from ..memory.measurement import weights_of
 from ..memory.operations import ModuleStack, Operation, Storages
@@ -94,9 +96,7 @@ class _Layer:
         self.inputs = [leaves[i].detach().requires_grad_(leaves[i].requires_grad) for i in self.places]
 
     def leave(self, _: nn.Module, args: Any, result: Any) -> None:
-        leaves, spec = _torch.tree_flatten(result)
-        leaves = [x.detach() if isinstance(x, torch.Tensor) else x for x in leaves]
-        self.output, self.running = _torch.tree_unflatten(leaves, spec), False
+        self.output, self.running = each_tensor(result, torch.Tensor.detach), False
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -405,7 +405,7 @@ class _Microbatches:
 
     @property
     def _sent_bytes(self) -> int:
-        return 0 if self._is_last else self._of.bytes_of(_tensors(self._of.layers[self._stop - 1].output))
+        return 0 if self._is_last else self._of.bytes_of(tensors_in(self._of.layers[self._stop - 1].output))
 
     def _microbatch(self, again: bool) -> tuple[int, int, int]:
         """Forward and backward; returns what is kept after the forward, between the halves, and in the end.
@@ -420,7 +420,7 @@ class _Microbatches:
         self._forward()
         self._note(FORWARD, again, start, level)
         outputs: list[Any] = (
-            self._kept[-1][-1:] if self._is_last else [x for x in _tensors(self._out) if x.requires_grad]
+            self._kept[-1][-1:] if self._is_last else [x for x in tensors_in(self._out) if x.requires_grad]
         )
         like = [] if self._is_last else [(x.shape, x.stride(), x.dtype) for x in outputs]
         if of.release:
@@ -524,7 +524,7 @@ class _Microbatches:
             pass
         if self._is_last:
             of.modules.step = "loss"
-            self._kept.append((*_tensors(self._out), of.loss(self._out)))
+            self._kept.append((*tensors_in(self._out), of.loss(self._out)))
         recording.counting = recording.preparing = False
         recording.prepared.clear()
 
@@ -649,7 +649,7 @@ class _ShardedMicrobatches(_Microbatches):
         self._note(FORWARD, True, start, level)
         for had in (False, True):
             self._own[FORWARD, had] = self._after[FORWARD, had, last] = self._own[FORWARD, True]
-        out = self._kept[-1][-1:] if self._is_last else [x for x in _tensors(self._out) if x.requires_grad]
+        out = self._kept[-1][-1:] if self._is_last else [x for x in tensors_in(self._out) if x.requires_grad]
         shapes = [] if self._is_last else [(x.shape, x.stride(), x.dtype) for x in out]
         gradients = [torch.empty_strided(*shape, dtype=dtype, device=of.device) for *shape, dtype in shapes]
         self._returned_bytes = self._sent_bytes
@@ -691,7 +691,7 @@ class _ShardedMicrobatches(_Microbatches):
             root.after_forward(of.model, None, self._out)
         if self._is_last:
             of.modules.step = "loss"
-            self._kept.append((*_tensors(self._out), of.loss(self._out)))
+            self._kept.append((*tensors_in(self._out), of.loss(self._out)))
         recording.counting = recording.preparing = False
         recording.prepared.clear()
 
@@ -704,10 +704,6 @@ class _ShardedMicrobatches(_Microbatches):
 
 class _Left(Exception):
     """The forward is left after a stage."""
-
-
-def _tensors(result: Any) -> list[torch.Tensor]:
-    return [x for x in _torch.tree_leaves(result) if isinstance(x, torch.Tensor)]
 
 
 def _like(x: torch.Tensor) -> torch.Tensor:

@@ -42,7 +42,7 @@ from .._torch.cuda import (
 )
 from .._torch.fakes import below_autograd
 from .._torch.graphs import attention_in_parts
-from .._torch.tensors import mapped
+from .._torch.tensors import each_tensor
 
 aten: Any = torch.ops.aten
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -345,11 +345,11 @@ def _kernel(overload: Any, here: int) -> Callable[..., Any]:
                     kwargs = {**kwargs, "dtype": torch.float32}
                 return overload(*args, **kwargs)
             wide: list[bool] = []
-            mapped((args, kwargs), lambda tensor: wide.append(tensor.dtype is torch.float32))
+            each_tensor((args, kwargs), lambda tensor: wide.append(tensor.dtype is torch.float32))
             dtype = torch.float32
             if name in _LOWER or (name in _WIDEST and not any(wide)):
                 dtype = torch.get_autocast_dtype("cpu")
-            args, kwargs = mapped((args, kwargs), lambda tensor: _cast(tensor, dtype))
+            args, kwargs = each_tensor((args, kwargs), lambda tensor: _cast(tensor, dtype))
             return overload(*args, **kwargs)
 
     return run

@@ -33,7 +33,7 @@ from .._torch.fakes import (
     traced,
 )
 from .._torch.modes import without_modes
-from .._torch.tensors import mapped
+from .._torch.tensors import each_tensor
 from ..memory.cuda_kernels import taken_on_cuda
 from ..memory.ledger import leaves
 from ..memory.operations import Operation, PlainFormulas, Seen, with_numbers
@@ -206,7 +206,7 @@ class FakeMode(TorchDispatchMode):
             real = True
         elif reads:  # integers stay as they are, the rest becomes fake
             out = self._run(func, args, kwargs)
-            return mapped(out, lambda value: value if stays(value) else self._fake(value))
+            return each_tensor(out, lambda value: value if stays(value) else self._fake(value))
         written = leaves(_torch.written_by(func, args, kwargs)) if real and writing else ()
         if any(type(tensor) is not FakeTensor for tensor in written):
             return self._run(func, args, kwargs)
@@ -278,7 +278,7 @@ class FakeMode(TorchDispatchMode):
         def real(value: Any) -> Any:
             return self._values.values(value, str(func)) if type(value) is FakeTensor else value
 
-        given, named = mapped((args, kwargs), real)
+        given, named = each_tensor((args, kwargs), real)
         try:
             return self._in_the_act(func, given, named)
         except RuntimeError as error:
@@ -303,7 +303,7 @@ class FakeMode(TorchDispatchMode):
         return (args[0], indices, *args[2:])
 
     def _all_fake(self, values: Any) -> Any:
-        return mapped(values, lambda value: value if type(value) is FakeTensor else self._fake(value))
+        return each_tensor(values, lambda value: value if type(value) is FakeTensor else self._fake(value))
 
     def _fake(self, real: torch.Tensor) -> torch.Tensor:
         with self._fakes:

@@ -39,7 +39,7 @@ from .. import _torch, errors
 from .._torch.fakes import host_of
 from .._torch.graphs import gradient_hooks
 from .._torch.ranks import copy_all, functional, into_chunks
-from ..memory.batch import each_tensor
+from .._torch.tensors import each_tensor
 from ..memory.operations import ModuleStack
 from ..plan.ranks import Ranks
 from ..plan.units import find_units
@@ -199,8 +199,7 @@ class _Unit:
             after: Any = _AfterBackward.apply(self, *(leaves[i] for i in places))
             for i, x in zip(places, after, strict=True):
                 leaves[i] = x
-        args, kwargs = _torch.tree_unflatten(leaves, spec)
-        return args, kwargs
+        return _torch.tree_unflatten(leaves, spec)
 
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         """Frees the weights, unless they stay; the module's outputs then lead to the beginning of its backward."""
@@ -212,8 +211,8 @@ class _Unit:
                 self.free()
             self._calls.append(len(self._of.order))
             self._of.order.append(self)
-        for x in _torch.tree_leaves(output):
-            if isinstance(x, torch.Tensor) and x.requires_grad:
+        for x in _torch.tensors_in(output):
+            if x.requires_grad:
                 x.register_hook(self._before_backward)
         if self is self._of.units[-1]:
             self._of.overlapped = None

@@ -23,7 +23,7 @@ from torch import nn
 from .. import errors
 from .._torch.fakes import APART, CPU, FakeTensor, is_wrapper, returned
 from .._torch.modes import without_modes
-from .._torch.tensors import mapped
+from .._torch.tensors import each_tensor
 
 INTEGERS = 2**24
 FLOATS = 2**10
@@ -127,7 +127,7 @@ class MadeUp:
             with without_modes():
                 well = torch.zeros(info.shape, dtype=info.dtype, device=info.device)
             out = tuple(well if place == status else x for place, x in enumerate(out))
-        return mapped(out, decide)
+        return each_tensor(out, decide)
 
     def _choice(self, func: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
         name = func.overloadpacket.__name__

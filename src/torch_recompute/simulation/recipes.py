@@ -16,7 +16,7 @@ import torch
 
 from .. import _torch
 from .._torch.fakes import FakeMaker, FakeTensor, FakeTensorMode, lay, on_fakes, writes
-from .._torch.tensors import mapped
+from .._torch.tensors import each_tensor
 from ..memory.ledger import leaves
 from ..memory.workspaces import RECURRENT, results
 from .made_up import NOWHERE, counts, is_decided, status_of
@@ -138,7 +138,7 @@ class Recipes:
         new = {id(x): each for x, each in zip(made, seen, strict=False) if _torch.storage_id(x) not in given}
         if len(seen) != len(made) or not new:
             return out
-        return mapped(out, lambda x: self._made_as(x, *new[id(x)]) if id(x) in new else x)
+        return each_tensor(out, lambda x: self._made_as(x, *new[id(x)]) if id(x) in new else x)
 
     def _made_as(self, fake: torch.Tensor, nbytes: int, *stride: int) -> torch.Tensor:
         """A result with these strides, if they are others, in memory of at least these bytes.

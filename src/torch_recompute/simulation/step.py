@@ -34,7 +34,7 @@ from .. import _torch, errors
 from .._torch.compiler import uncompiled
 from .._torch.fakes import APART, FakeTensor, FakeTensorMode
 from .._torch.graphs import gradient_hooks
-from .._torch.tensors import mapped
+from .._torch.tensors import each_tensor
 from ..errors.text import at_work, counted, grouped, starred_path
 from ..memory.batch import Batch, fresh, tensors_of_call
 from ..memory.cuda_kernels import kept_by_cublas
@@ -413,8 +413,7 @@ class _SimulatedStep:
 
     def _another_batch(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The call with tensors of its own, of which a model may keep some."""
-        args, kwargs = self._call
-        return mapped(args, fresh), mapped(kwargs, fresh)
+        return each_tensor(self._call, fresh)
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the copy, and says where and with what if an operation refuses its arguments."""
