@@ -12,7 +12,6 @@ import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -22,13 +21,12 @@ from .._torch import tensors_in
 from .._torch.tensors import each_tensor
 from ..errors.text import doing
 from ..memory.budget import Limit, no_plan_fits
-from ..plan.apply import apply
 from ..plan.plan import Plan
 from ..plan.ranks import Ranks
-from ..simulation import Simulation, simulate_step
+from ..simulation import Simulation
 from ..simulation.training_step import OPTIMIZERS, USUAL, TrainingStep
 from .configurations import largest_parts, made_of
-from .hosts import HostApart, Leave
+from .hosts import Leave, simulate_under
 from .layout import LayoutPlanner
 from .planner import Planner
 from .states import Make, Stated
@@ -191,8 +189,7 @@ def _cut(tensor: torch.Tensor, whole: int, size: int) -> torch.Tensor:
 
 def _peak(step: TrainingStep, plan: Plan) -> int:
     doing("simulating what else would do")
-    stores = {"host": HostApart()} if any(choice.store for choice in plan) else {}
-    return simulate_step(step, prepare=partial(apply, plan=plan, stores=stores)).peak_bytes
+    return simulate_under(step, plan).peak_bytes
 
 
 def held_by(simulation: Simulation) -> str:

@@ -15,13 +15,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from .. import errors
 from ..memory.budget import read_budget
+from ..plan.apply import apply
 from ..plan.plan import Plan
+from ..simulation import Simulation, simulate_step
 from ..simulation.devices import DEVICES, Roofline
 from ..simulation.training_step import TrainingStep
 from ..stores import Bandwidth, OnHost, bandwidth
@@ -165,6 +168,11 @@ def stores_for(plan: Plan, step: TrainingStep) -> dict[str, HostApart]:
     if all(choice.store != "host" for choice in plan.all_choices):
         return {}
     return {} if step.where.roofline is None and step.runs_on.type == "cpu" else {"host": HostApart()}
+
+
+def simulate_under(step: TrainingStep, plan: Plan) -> Simulation:
+    """Simulates a step under a plan, with these stores."""
+    return simulate_step(step, prepare=partial(apply, plan=plan, stores=stores_for(plan, step)))
 
 
 def waited(sent: int, link: Bandwidth, forward: float, backward: float) -> float:

@@ -27,14 +27,13 @@ from ..errors.text import doing
 from ..memory.batch import ExampleCall
 from ..memory.budget import FIT, Budget, Limit, bytes_meant, read_budget
 from ..memory.reserved import expands
-from ..plan.apply import apply
 from ..plan.plan import Plan
 from ..plan.sizes import parameters
-from ..simulation import Simulation, simulate_step
+from ..simulation import Simulation
 from ..simulation.training_step import TrainingStep
 from .alternatives import held_by
 from .configurations import ConfiguredStep, peaks_of
-from .hosts import NO_LEAVE, Leave, stores_for
+from .hosts import NO_LEAVE, Leave, simulate_under
 from .layout import ConfiguredLayout, LayoutPlanner, LayoutRanks, RankPlan
 from .planner import Planner
 from .sizes import Lengths, plan_calls
@@ -371,8 +370,7 @@ class Longest(Search):
         return replace(self.step, args=call[0], kwargs=call[1])
 
     def _peak(self, plan: Plan, made_at: int, length: int) -> Peak:  # with tiles as large as where it was made
-        step = self._step(self._calls(length))
         tiles = (-(-choice.tiles * length // made_at) for choice in plan)
         plan = Plan(tuple(replace(choice, tiles=count) for choice, count in zip(plan, tiles, strict=True)))
-        found = simulate_step(step, prepare=partial(apply, plan=plan, stores=stores_for(plan, step)))
+        found = simulate_under(self._step(self._calls(length)), plan)
         return self._taken(found), held_by(found)

@@ -63,7 +63,7 @@ from .cost import (
     kinds_for_all,
     simplicity,
 )
-from .hosts import NO_LEAVE, HostApart, Leave, limit_of, waited
+from .hosts import NO_LEAVE, Leave, limit_of, stores_for, waited
 from .known import known
 from .ops import Op, op_of
 from .prices import Measured, Overhead, beside, hidden_copies, prices_for, seconds_of
@@ -472,11 +472,9 @@ class Planner:
                 if phase != "optimizer" and self.step.ranks.fully_sharded:
                     order.append(op)
 
-        stores = {"host": HostApart()} if any(choice.store for choice in plan) else {}
-
         def prepare(copied: nn.Module) -> Applied:
             weights.are_of(copied)
-            return apply(copied, plan, stores=stores)
+            return apply(copied, plan, stores=stores_for(plan, self.step))
 
         doing(f"simulating the step with {counted(len(key), 'region')}" if key else "simulating the step")
         watch = count if key == self.always.choices else None

@@ -29,12 +29,10 @@ from .._torch import tensors_in
 from .._torch.tensors import each_tensor
 from ..memory.batch import Batch, ExampleCall, call_of
 from ..memory.budget import Budget, Limit
-from ..plan.apply import apply
 from ..plan.plan import Plan, SizeClass, shape_in_words
 from ..plan.sizes import parameters, size_of
-from ..simulation import simulate_step
 from ..simulation.training_step import TrainingStep
-from .hosts import NO_LEAVE, Leave, stores_for
+from .hosts import NO_LEAVE, Leave, simulate_under
 from .planner import Planner
 
 FINENESS = 64
@@ -117,9 +115,7 @@ def _plan_all(step: TrainingStep, budget: Budget | Limit, leave: Leave) -> Plan:
 
     def fits(plan: Plan, length: int) -> bool:
         args, kwargs = lengths(length)
-        shorter = replace(step, args=args, kwargs=kwargs)
-        prepare = partial(apply, plan=plan, stores=stores_for(plan, shorter))
-        return simulate_step(shorter, prepare=prepare).peak_bytes <= allowed
+        return simulate_under(replace(step, args=args, kwargs=kwargs), plan).peak_bytes <= allowed
 
     curve = top.curve(allowed, MOST) if largest.choices else []
     found = {longest(partial(fits, plan), lengths.length) for plan in curve}
