@@ -200,7 +200,7 @@ def _memory(
     elastic: bool | Elastic, budget: Budget, offload: bool | int | str, sizes: Sequence[int] | str
 ) -> Elastic | None:
     """The memory that elastic regions share under a budget; None where they are not elastic."""
-    if not isinstance(sizes, str) and not all(type(size) is int for size in sizes):
+    if _are_batches(sizes):
         raise errors.ArgumentError(
             f"auto(sizes=) takes lengths of sequences, but got {errors.say(sizes)}.\n"
             "  Write sizes=[512, 2048]; for batches apply(model, make_plan(model, budget=..., sizes=[short, long]))."
@@ -638,7 +638,7 @@ def make_plan(
             examples, or it cannot be told where the sequence of a call is.
     """
     sizes, (args, kwargs, loss) = _sizes("make_plan", sizes), with_labels("make_plan", model, args, kwargs, loss)
-    if isinstance(model, nn.Module) and not isinstance(sizes, str) and not all(type(size) is int for size in sizes):
+    if isinstance(model, nn.Module) and _are_batches(sizes):
         call = cast("tuple[Any, ...]", args), dict(kwargs or {})
     else:
         call = call_of("make_plan", model, args, kwargs, a_module=True)
@@ -666,6 +666,10 @@ def _sizes(function: str, sizes: Any) -> Sequence[Any] | str:
         raise errors.ArgumentError(f"{function}(sizes={sizes}) takes several lengths.\n  Write sizes=[{sizes}].")
     several: Any = sizes.tolist() if isinstance(sizes, torch.Tensor) and sizes.ndim == 1 else sizes
     return [int(one) if isinstance(one, Integral) and type(one) is not bool else one for one in several]
+
+
+def _are_batches(sizes: Sequence[Any] | str) -> bool:
+    return not isinstance(sizes, str) and not all(type(size) is int for size in sizes)
 
 
 def _of_one_rank(model: nn.Module, ranks: Ranks | None) -> nn.Module:
