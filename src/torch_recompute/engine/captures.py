@@ -107,18 +107,19 @@ def _cell(contents: Any, tensors: Sequence[torch.Tensor]) -> types.CellType:
         return types.CellType(contents.function(tensors))
     if kind is Hole:
         return types.CellType(tensors[contents.number])
-    return types.CellType() if contents is _EMPTY else types.CellType(contents)
+    return types.CellType() if contents is EMPTY else types.CellType(contents)
 
 
-_EMPTY = object()
+EMPTY = object()
 _PLAIN = frozenset({int, float, bool, str, type(None), types.ModuleType, type})
 
 
-def _contents(cell: types.CellType) -> Any:
+def content_of(cell: types.CellType) -> Any:
+    """The contents of a closure's cell; `EMPTY` where it has none yet."""
     try:
         return cell.cell_contents
     except ValueError:
-        return _EMPTY
+        return EMPTY
 
 
 class Captured(NamedTuple):
@@ -225,7 +226,7 @@ def _write(entries: dict[str, Any], then: dict[str, Any], whole: bool = True) ->
     for key in [key for key in entries if key not in then] if whole else ():
         del entries[key]
     for key, value in then.items():
-        now = entries.get(key, _EMPTY)
+        now = entries.get(key, EMPTY)
         if type(value) is Aside:
             if now is not value.there():
                 entries[key] = value.open()
@@ -627,7 +628,7 @@ class Captures:
             return fn
         cells: list[Any] = []
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__, strict=True):
-            value = _contents(cell)
+            value = content_of(cell)
             kind = type(value)
             if name in code.writes:
                 cells.append(cell)
@@ -707,7 +708,7 @@ _FOLLOWED = frozenset({list, tuple, dict, types.FunctionType, types.MethodType})
 def _parts(value: Any) -> Iterator[Any]:
     """Yields the elements of a container or a function."""
     if isinstance(value, types.FunctionType):
-        yield from map(_contents, value.__closure__ or ())
+        yield from map(content_of, value.__closure__ or ())
     elif isinstance(value, types.MethodType):
         yield value.__self__
         yield value.__func__
@@ -762,7 +763,7 @@ def reach(
         if isinstance(fn, types.FunctionType):
             code = _look(fn.__code__, fn.__globals__)
             if not (code.names or code.writes or fn.__defaults__ or fn.__kwdefaults__):
-                cells = [*map(_contents, fn.__closure__ or ())]
+                cells = [*map(content_of, fn.__closure__ or ())]
                 if _PLAIN.issuperset(map(type, cells)):  # it reaches nothing
                     if not cells:
                         return None

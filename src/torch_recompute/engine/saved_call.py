@@ -30,6 +30,7 @@ from ..state.observer import Observers, here
 from ..state.values import Key, Run, thread, without_graph
 from ..stores import Kept, Store
 from .arguments import PLAIN, Call
+from .captures import content_of
 from .inputs import Inputs
 from .shape_only import ShapeOnly, TensorLayout, missing
 from .slots import Owner, Packed, Slot, unpack
@@ -357,13 +358,7 @@ def tensors_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         call = Call(args, kwargs)
         found = [call.leaves[i] for i in call.tensors]
     if isinstance(fn, types.FunctionType) and fn.__closure__:
-        for cell in fn.__closure__:
-            try:
-                value = cell.cell_contents
-            except ValueError:
-                continue
-            if isinstance(value, torch.Tensor):
-                found.append(value)
+        found += [value for value in map(content_of, fn.__closure__) if isinstance(value, torch.Tensor)]
     return found
 
 

@@ -40,7 +40,7 @@ from .. import _torch, errors
 from .._torch.fakes import is_wrapper
 from .._torch.graphs import gradient_hooks
 from .._torch.modes import settings, split_settings
-from ..engine.captures import MANY
+from ..engine.captures import EMPTY, MANY, content_of
 from ..memory.batch import tensors_of_call
 from ..memory.ledger import storages
 from ..memory.operations import kind_of
@@ -225,15 +225,7 @@ def _method(fn: types.FunctionType, deep: int = 4) -> Any:
 
 
 def _cells(fn: types.FunctionType) -> list[Any]:
-    return [cell.cell_contents for cell in fn.__closure__ or () if _is_filled(cell)]
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
+    return [content for content in map(content_of, fn.__closure__ or ()) if content is not EMPTY]
 
 
 def _class(kind: type) -> dict[str, Any]:
