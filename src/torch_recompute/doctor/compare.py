@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import math
-import random
 import statistics
 import sys
 import types
@@ -28,11 +27,11 @@ from torch import nn
 
 from .. import _torch, errors
 from .._torch.fakes import is_sharded
-from ..engine.captures import Captures
+from ..engine.captures import EMPTY, Captures, content_of
 from ..engine.mismatch import digest
-from ..memory.saved import CallState, module_names
+from ..memory.saved import CallState, generators, module_names
 from ..simulation.training_step import check_loss
-from ..state import DEFAULT, NumpyRng, PythonRng
+from ..state import NumpyRng, PythonRng, same
 from ..state.observer import observing
 
 NOISE = 4.0
@@ -377,7 +376,7 @@ class SideEffects:
         functions: Iterable[Any] = (),
         scopes: Iterable[tuple[types.CodeType, dict[str, Any]]] = (),
     ) -> None:
-        self._states = [(name, restore, capture()) for name, capture, restore in _generators()]
+        self._generators = generators()
         self._places: list[_Container] = []
         self._seen: dict[int, Any] = {}
         for module, name in modules:
@@ -402,15 +401,16 @@ class SideEffects:
 
     def advanced_generators(self) -> list[str]:
         """Returns the names of the global generators whose state has changed."""
-        present = {name: capture() for name, capture, _ in _generators()}
-        return [name for name, _, then in self._states if not _same_state(then, present[name])]
+        present = {type(ambient): state for ambient, state in generators()}
+        advanced = (type(one) for one, then in self._generators if not _same_state(then, present[type(one)]))
+        return [_NAMES.get(kind, kind.__name__) for kind in advanced]
 
     def restore(self) -> None:
         """Restores the captured state."""
         for place in self._places:
             place.restore()
-        for _, put, then in self._states:
-            put(then)
+        for ambient, then in self._generators:
+            ambient.restore(then)
 
     def _namespace(self, label: str, container: dict[str, Any], counts: Callable[[Any], bool]) -> None:
         place = _Container(label, container, {key: value for key, value in container.items() if counts(key)}, counts)
@@ -458,10 +458,8 @@ _FIXED = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type,
 def _contents(container: Any) -> dict[Any, Any]:
     """Returns the content of a container, by key or position."""
     if isinstance(container, types.CellType):
-        try:
-            return {"": container.cell_contents}
-        except ValueError:
-            return {}
+        content = content_of(container)
+        return {} if content is EMPTY else {"": content}
     if isinstance(container, dict):
         return dict(dict.items(cast("dict[Any, Any]", container)))
     if isinstance(container, set):
@@ -501,17 +499,11 @@ def _same(then: Any, now: Any, depth: int) -> bool:
     return a.keys() == b.keys() and all(_same(a[key], b[key], depth - 1) for key in a)
 
 
-def _generators() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], Any]]]:
-    yield "random", random.getstate, PythonRng().restore
-    if "numpy.random" in sys.modules:
-        yield "numpy", NumpyRng().capture, NumpyRng().restore
-    for ambient in DEFAULT:
-        yield type(ambient).__name__, ambient.capture, ambient.restore
+_NAMES: Mapping[type, str] = {PythonRng: "random", NumpyRng: "numpy"}
 
 
 def _same_state(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return _torch.same_bytes(a, b)
+    """Whether two states of a generator are the same, NumPy's included."""
     if isinstance(a, tuple):
         return all(_same_state(x, y) for x, y in zip(cast("tuple[Any, ...]", a), b, strict=True))
-    return a.tobytes() == b.tobytes() if hasattr(a, "tobytes") else bool(a == b)
+    return a.tobytes() == b.tobytes() if hasattr(a, "tobytes") else same(a, b)

@@ -151,9 +151,9 @@ def _state_as_before(reach: Captures, values: list[Any]) -> Generator[None]:
 
 
 def generators() -> list[tuple[Ambient, Any]]:
-    """PyTorch's default generators, that of `random`, and NumPy's where it has been imported, with their states."""
+    """The generator of `random`, NumPy's where it has been imported, and PyTorch's default ones, with their states."""
     numpy = (NumpyRng(),) if "numpy.random" in sys.modules else ()
-    return [(ambient, ambient.capture()) for ambient in (*DEFAULT, PythonRng(), *numpy)]
+    return [(ambient, ambient.capture()) for ambient in (PythonRng(), *numpy, *DEFAULT)]
 
 
 @contextmanager
