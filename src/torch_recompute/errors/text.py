@@ -106,12 +106,12 @@ def explained(words: Mapping[str, str]) -> str:
     return "\n".join(line for row in rows for line in row)
 
 
-def paragraph(text: str, indent: int = 0, hanging: int = 0, width: int = 112) -> list[str]:
+def paragraph(text: str, indent: int = 0, hanging: int = 0) -> list[str]:
     """A text as lines that are not too long, with so many spaces before each; later ones may hang."""
     spaces = " " * indent
     more = spaces + " " * hanging
     return textwrap.wrap(
-        text, width, initial_indent=spaces, subsequent_indent=more, break_long_words=False, break_on_hyphens=False
+        text, 112, initial_indent=spaces, subsequent_indent=more, break_long_words=False, break_on_hyphens=False
     )
 
 

@@ -394,9 +394,10 @@ class _SimulatedStep:
         """Runs a step that is not part of the figures, for the gradients and states that it leaves; returns these."""
         before = self._recording(watched=False)
         with self._pretend, self._modules.following(), before, self._stepping(before):
-            call = self._another_batch() if self._step.loop.state_bytes else self._call
-            value, _ = _loss_of_copy(self._model, self._forward(*call), self._step.loss)
-            del call
+            # Of another batch, where the model may keep some of it.
+            args, kwargs = each_tensor(self._call, fresh) if self._step.loop.state_bytes else self._call
+            value, _ = _loss_of_copy(self._model, self._forward(args, kwargs), self._step.loss)
+            del args, kwargs
             torch.clear_autocast_cache()
             self._modules.step = "backward"
             self._backward(value)
@@ -410,10 +411,6 @@ class _SimulatedStep:
         if not self._step.loop.keeps_gradients:
             (self._optimizer or self._model).zero_grad()
         return before
-
-    def _another_batch(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The call with tensors of its own, of which a model may keep some."""
-        return each_tensor(self._call, fresh)
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the copy, and says where and with what if an operation refuses its arguments."""
