@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
 from distributed.ranks import Ranks as Processes
+from distributed.ranks import least_peak
 from support.training import mean_square, peak_on_ranks
 from torch_recompute import Choice, Plan, Ranks, apply, measure
 from torch_recompute.memory.loop import Loop
@@ -143,38 +145,54 @@ class Layer(nn.Module):
         return x + self.mlp(self.norm(x))
 
 
-def peaks(skew: bool) -> dict[str, list[int]]:
-    """The peak that is measured, and the one predicted, of each plan."""
-    size = dist.get_world_size()
-    ranks = Ranks(dp=size, ep=size, zero=0, imbalance=SKEWED if skew else 1.0)
-    x = torch.randn(1, TOKENS, WIDTH)
-    found: dict[str, list[int]] = {}
+def predicted(model: nn.Module, tokens: int, ranks: Ranks, loss: Any = mean_square) -> dict[str, int]:
+    """The peak that is predicted of each plan."""
+    found: dict[str, int] = {}
     for name, plan in PLANS.items():
-        model = nn.Sequential(*(Layer(Experts(EXPERTS)) for _ in range(DEPTH)))
-        step = TrainingStep(model, (x,), {}, mean_square, torch.optim.SGD, loop=Loop(hold_output=False), ranks=ranks)
+        x, loop = torch.randn(1, tokens, WIDTH), Loop(hold_output=False)
+        step = TrainingStep(model, (x,), {}, loss, torch.optim.SGD, loop=loop, ranks=ranks)
         simulated = simulate_step(step, prepare=partial(apply, plan=plan))
-        assert "experts" in simulated.peak.module
-        trained = (nn.Sequential(*(Layer(Shared(skew)) for _ in range(DEPTH))) for _ in range(3))
-        found[name] = [min(peak_on_ranks(one, plan, x) for one in trained), simulated.peak_bytes]
+        assert ranks.fsdp > 1 or "experts" in simulated.peak.module
+        found[name] = simulated.peak_bytes
     return found
+
+
+def layers(inner: int = INNER) -> nn.Module:
+    return nn.Sequential(*(Layer(Experts(EXPERTS, inner)) for _ in range(DEPTH)))
+
+
+def least(run: Callable[[Plan], int], promised: dict[str, int]) -> dict[str, int]:
+    """The peak that is measured of each plan, on this rank."""
+    return {name: least_peak(partial(run, PLANS[name]), peak) for name, peak in promised.items()}
+
+
+def peaks(skew: bool, promised: dict[str, int]) -> dict[str, int]:
+    """Those of layers whose experts all ranks share."""
+    x = torch.randn(1, TOKENS, WIDTH)
+
+    def measured_once(plan: Plan) -> int:
+        return peak_on_ranks(nn.Sequential(*(Layer(Shared(skew)) for _ in range(DEPTH))), plan, x)
+
+    return least(measured_once, promised)
 
 
 @pytest.mark.parametrize(("count", "skew"), [(2, False), (2, True), (4, False)])
 def test_the_peak_of_a_rank_that_shares_experts(ranks: Processes, count: int, skew: bool) -> None:
     """The rank whose experts are asked the most has the measured peak that is predicted, to the byte."""
-    found, *_ = Processes(ranks._pool, count).run(peaks, skew)
-    assert {name: peak for name, (peak, _) in found.items()} == {name: peak for name, (_, peak) in found.items()}
+    shares = Ranks(dp=count, ep=count, zero=0, imbalance=SKEWED if skew else 1.0)
+    promised = predicted(layers(), TOKENS, shares)
+    assert Processes(ranks._pool, count).run(peaks, skew, promised)[0] == promised
 
 
 SHARDED = Ranks(fsdp=4, ep=2, param_dtype="bfloat16", reduce_dtype="float32")
 
 
-def sharded_peaks(ep: int) -> dict[str, list[int]]:
-    """The peaks of layers that FSDP2 shards over all ranks, and of their experts over those that have the same ones."""
+def sharded_peaks(ep: int, promised: dict[str, int]) -> dict[str, int]:
+    """Those of layers that FSDP2 shards over all ranks, and of their experts over those that have the same ones."""
     mesh = init_device_mesh("cpu", (4 // ep, ep), mesh_dim_names=("same", "share"))
     GROUP.append(mesh["share"].get_group())
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    x, found = torch.randn(1, TOKENS, WIDTH), dict[str, list[int]]()
+    x = torch.randn(1, TOKENS, WIDTH)
 
     def measured_once(plan: Plan) -> int:
         model = nn.Sequential(*(Layer(Shared(False)) for _ in range(DEPTH)))
@@ -192,12 +210,7 @@ def sharded_peaks(ep: int) -> dict[str, list[int]]:
         dist.barrier()
         return memory.peak_bytes
 
-    for name, plan in PLANS.items():
-        model = nn.Sequential(*(Layer(Experts(EXPERTS)) for _ in range(DEPTH)))
-        loop, ranks = Loop(hold_output=False), replace(SHARDED, ep=ep)
-        step = TrainingStep(model, (x,), {}, lambda y: mean_square(y.float()), torch.optim.SGD, loop=loop, ranks=ranks)
-        predicted = simulate_step(step, prepare=partial(apply, plan=plan)).peak_bytes
-        found[name] = [min(measured_once(plan) for _ in range(3)), predicted]
+    found = least(measured_once, promised)
     GROUP.clear()
     return found
 
@@ -205,15 +218,14 @@ def sharded_peaks(ep: int) -> dict[str, list[int]]:
 @pytest.mark.parametrize("ep", [2, 4])
 def test_the_peak_of_experts_that_are_sharded_too(ranks: Processes, ep: int) -> None:
     """Experts are sharded over the ranks that have the same ones, all else over all ranks; the peak is predicted."""
-    found, *_ = Processes(ranks._pool, 4).run(sharded_peaks, ep)
-    assert {name: peak for name, (peak, _) in found.items()} == {name: peak for name, (_, peak) in found.items()}
+    promised = predicted(layers(), TOKENS, replace(SHARDED, ep=ep), lambda y: mean_square(y.float()))
+    assert Processes(ranks._pool, 4).run(sharded_peaks, ep, promised)[0] == promised
 
 
-def peaks_of_few(ep: int) -> dict[str, list[int]]:
-    """The peaks of layers on four ranks that share the tokens, of which two share each expert."""
+def peaks_of_few(ep: int, promised: dict[str, int]) -> dict[str, int]:
+    """Those of layers on four ranks that share the tokens, of which two share each expert."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("share", "expert"))
-    few, ranks = mesh["expert"].get_group(), Ranks(tp=4, sequence_parallel=True, etp=2, ep=ep, zero=0)
-    x, found = torch.randn(1, TOKENS // 4, WIDTH), dict[str, list[int]]()
+    few, x = mesh["expert"].get_group(), torch.randn(1, TOKENS // 4, WIDTH)
     GROUP.append(mesh["share"].get_group())
 
     def measured_once(plan: Plan) -> int:
@@ -223,14 +235,7 @@ def peaks_of_few(ep: int) -> dict[str, list[int]]:
         )
         return peak_on_ranks(nn.Sequential(*(Layer(experts, few) for experts in slices)), plan, x)
 
-    for name, plan in PLANS.items():
-        model = nn.Sequential(*(Layer(Experts(EXPERTS, INNER // 2)) for _ in range(DEPTH)))
-        layers = [*map(str, range(DEPTH))]
-        add_collectives(model, layers, set(), 4, True, [f"{layer}.mlp.experts" for layer in layers], 2)
-        step = TrainingStep(model, (x,), {}, mean_square, torch.optim.SGD, loop=Loop(hold_output=False), ranks=ranks)
-        simulated = simulate_step(step, prepare=partial(apply, plan=plan))
-        assert "experts" in simulated.peak.module
-        found[name] = [min(measured_once(plan) for _ in range(3)), simulated.peak_bytes]
+    found = least(measured_once, promised)
     GROUP.clear()
     return found
 
@@ -238,5 +243,7 @@ def peaks_of_few(ep: int) -> dict[str, list[int]]:
 @pytest.mark.parametrize("ep", [1, 2])
 def test_the_peak_of_experts_that_fewer_ranks_share(ranks: Processes, ep: int) -> None:
     """Of four ranks of tensor parallelism two share each expert and take both tokens; the peak is predicted."""
-    found, *_ = Processes(ranks._pool, 4).run(peaks_of_few, ep)
-    assert {name: peak for name, (peak, _) in found.items()} == {name: peak for name, (_, peak) in found.items()}
+    whole, paths = layers(INNER // 2), [*map(str, range(DEPTH))]
+    add_collectives(whole, paths, set(), 4, True, [f"{path}.mlp.experts" for path in paths], 2)
+    promised = predicted(whole, TOKENS // 4, Ranks(tp=4, sequence_parallel=True, etp=2, ep=ep, zero=0))
+    assert Processes(ranks._pool, 4).run(peaks_of_few, ep, promised)[0] == promised
