@@ -277,7 +277,7 @@ def autocasting(model: nn.Module, dtype: str | None) -> Generator[None]:
         yield
 
 
-def check_sizes(args: argparse.Namespace) -> None:
+def check_sizes(args: Any) -> None:
     """Refuses a batch or a sequence of no length."""
     for option in ("batch", "sequence"):
         value = getattr(args, option)
@@ -706,10 +706,10 @@ def check_head(model: nn.Module, word: str, batch: Mapping[str, Any]) -> None:
     )
 
 
-def load_with_batch(args: argparse.Namespace) -> tuple[nn.Module, ExampleCall, Loss, bool]:
-    """Returns the model of a command line, its call and loss, and whether it was built here, on the meta device."""
+def load_with_batch(args: Any, device: torch.device | str = "meta") -> tuple[nn.Module, ExampleCall, Loss, bool]:
+    """Returns the model of a command line or a workload, its call and loss, and whether it was built here."""
     check_sizes(args)
-    model, call, loss = load(args.model, None if args.dtype is None else DTYPES[args.dtype])
+    model, call, loss = load(args.model, None if args.dtype is None else DTYPES[args.dtype], device)
     if call is None:
         return model, ((), batch_for(model, args.model, args.batch, args.sequence)), loss, True
     for option in ("batch", "sequence"):

@@ -45,7 +45,7 @@ from ..errors import ArgumentError, BudgetError, MismatchError
 from ..memory.free import heap, host_memory
 from ..plan.exhausted import Shortage
 from ..simulation.training_step import OPTIMIZERS, USUAL, any_loss, optimizer_of
-from .models import DTYPES, batch_for, load, made_by_a_function, random_batch
+from .models import DTYPES, load_with_batch, random_batch
 from .small_models import VOCABULARY, Decoder, TransformerBlock, seeded
 
 LOOK = 0.05  # seconds
@@ -272,21 +272,16 @@ class Ready(NamedTuple):
 def ready(workload: Workload, rank: int, device: torch.device) -> Ready:
     """Builds the model of a workload, with the same weights each time, and a batch of the rank's own."""
     torch.manual_seed(SEED)
-    dtype = None if workload.dtype is None else DTYPES[workload.dtype]
     if workload.model in SMALL:
         tokens, batch = workload.sequence or TOKENS, workload.batch or BATCH
         model = seeded(lambda: Decoder(LAYERS, WIDTH, tokens, SMALL[workload.model]))
         draw = torch.Generator().manual_seed(SEED + rank)
-        model, call = model.to(dtype), ((torch.randint(VOCABULARY, (batch, tokens + 1), generator=draw),), {})
+        model = model.to(None if workload.dtype is None else DTYPES[workload.dtype])
+        call = (torch.randint(VOCABULARY, (batch, tokens + 1), generator=draw),), dict[str, Any]()
     else:
-        model, call, _ = load(workload.model, dtype, device)
-        if call is None:
-            described = batch_for(model, workload.model, workload.batch, workload.sequence)
-            call = (), random_batch(described, model, device, SEED + rank)
-        else:
-            for option, value in (("--batch", workload.batch), ("--sequence", workload.sequence)):
-                if value is not None:
-                    raise ArgumentError(made_by_a_function(option, workload.model))
+        model, call, _, built_here = load_with_batch(workload, device)
+        if built_here:
+            call = (), random_batch(call[1], model, device, SEED + rank)
     return Ready(model.to(device).train(), *each_tensor(call, lambda tensor: tensor.to(device)))
 
 
