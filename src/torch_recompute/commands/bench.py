@@ -109,7 +109,7 @@ class BenchConfig:
     def key(self, setting: Setting, ranks: int) -> str:
         """Returns a key that is the same for trials that can take each other's place."""
         asked = [asdict(self.workload), setting.key, self.steps, self.warmup, self.capacity]
-        return trials.hashed([*asked, ranks, torch.__version__, __version__, trials.name_of_cpu()])
+        return trials.hashed([*asked, ranks, torch.__version__, __version__, trials.cpu_and_threads()])
 
 
 def read_sweep(path: Path) -> tuple[dict[str, Any], list[Setting]]:

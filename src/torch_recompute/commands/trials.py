@@ -20,7 +20,7 @@ import hashlib
 import json
 import multiprocessing
 import os
-import platform
+import re
 import signal
 import sys
 import tempfile
@@ -45,6 +45,7 @@ from ..errors import ArgumentError, BudgetError, MismatchError
 from ..memory.free import heap, host_memory
 from ..plan.exhausted import Shortage
 from ..simulation.training_step import OPTIMIZERS, USUAL, any_loss, optimizer_of
+from ..stores.measured import name_of_cpu
 from .models import DTYPES, load_with_batch, random_batch
 from .small_models import VOCABULARY, Decoder, TransformerBlock, seeded
 
@@ -180,26 +181,15 @@ def worst(records: Sequence[Record]) -> Record:
 # --- memory of a process ----------------------------------------------------------------------------------------------
 
 
-def name_of_cpu() -> str:
+def cpu_and_threads() -> str:
     """Returns the processor's name, and the number of threads."""
-    found = _field(Path("/proc/cpuinfo"), "model name") or platform.processor() or platform.machine()
-    return f"{found} (threads: {torch.get_num_threads()})"
+    return f"{name_of_cpu().strip()} (threads: {torch.get_num_threads()})"
 
 
 def memory_status(name: str) -> int | None:
     """Returns the bytes of a field in the system's status of this process; None where there is none."""
-    found = _field(STATUS, name)
-    return int(found.split()[0]) * 1024 if found else None
-
-
-def _field(path: Path, name: str) -> str:
-    """Returns the value in the first line "name: value" of a file of the system; "" where there is none."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return ""
-    pairs = (line.partition(":") for line in lines)
-    return next((value.strip() for key, _, value in pairs if key.strip() == name), "")
+    found = re.search(rf"(?m)^{name}:\s*(\d+) kB", STATUS.read_text(encoding="utf-8") if STATUS.exists() else "")
+    return int(found[1]) * 1024 if found else None
 
 
 def check_capacity(capacity: int | None, device: str) -> None:
@@ -333,7 +323,7 @@ class _Trial:
         self._resident: int | None = None  # bytes, before the step takes any
         self._heap: int | None = None  # likewise, in use of the process's heap
         self.where = "building the model"
-        self.record = Record(DONE, device=torch.cuda.get_device_name(self._device) if self._cuda else name_of_cpu())
+        self.record = Record(DONE, device=torch.cuda.get_device_name(self._device) if self._cuda else cpu_and_threads())
 
     def planned(self) -> Record:
         """Makes the plan for a budget and returns it in a record."""

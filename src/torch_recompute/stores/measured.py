@@ -47,14 +47,18 @@ def folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "torch-recompute"
 
 
+def name_of_cpu() -> str:
+    """Names the processor of this machine."""
+    said = Path("/proc/cpuinfo")
+    found = re.search(r"(?m)^model name\s*:\s*(.+)$", said.read_text(encoding="utf-8") if said.exists() else "")
+    return found[1] if found else platform.processor() or platform.machine()
+
+
 def full_name(device: torch.device) -> str:
     """Names all of a device that prices depend on, and the version of torch."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     if device.type == "cpu":
-        said = Path("/proc/cpuinfo")
-        found = re.search(r"(?m)^model name\s*:\s*(.+)$", said.read_text(encoding="utf-8") if said.exists() else "")
-        processor = found[1] if found else platform.processor() or platform.machine()
-        name = f"{processor}, {torch.get_num_threads()} threads"
+        name = f"{name_of_cpu()}, {torch.get_num_threads()} threads"
     return f"{name}, torch {torch.__version__}"
 
 
