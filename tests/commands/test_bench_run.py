@@ -806,6 +806,7 @@ def test_settings_are_found_by_what_they_say() -> None:
         (["gpt-tiny", "--golden", "no.json", "--memory-threshold", "inf"], "--memory-threshold is inf; expected a num"),
         (["gpt-tiny", "--fresh"], "--fresh goes with --results"),
         (["gpt-tiny", "--capacity", "50%"], "--capacity is 50%; expected the bytes that there are"),
+        (["gpt-tiny", "--capacity", "x"], "--capacity is x; expected the bytes that there are"),
         (["gpt-tiny", "--golden", "no.json"], "--golden is no.json: no such file or directory"),
         (["gpt-tiny", "--save-golden", "no/folder/a.json"], "there is no folder no/folder"),
         (["gpt-tiny", "--plan", "a.json", "--budget", "1GiB"], "budget and plan both say what is recomputed"),

@@ -194,9 +194,12 @@ def test_the_entry_hands_a_command_over() -> None:
 
 
 def test_a_negative_size_is_a_value(capsys: pytest.CaptureFixture[str]) -> None:
-    """What `--budget -1GB` asks for is refused with the words for a budget."""
+    """What `--budget -1GB` asks for is refused with the words for a budget, and a seed of too many bits."""
+    assert cli.main(["demo", "--seed", str(2**64)]) == cli.USAGE
     assert cli.main(["plan", "gpt2-xl", "--budget", "-1GB"]) == cli.USAGE
-    assert "--budget -1GB is" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"--seed is {2**64}, which has over 64 bits" in said
+    assert "--budget -1GB is" in said
 
 
 @pytest.mark.parametrize("shell", SHELLS)

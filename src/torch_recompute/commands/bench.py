@@ -18,6 +18,7 @@ against its golden figure, the machine has, and the other settings are compared 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import json
 import math
@@ -1030,8 +1031,10 @@ def _config(settings: Sequence[Setting], options: dict[str, Any]) -> BenchConfig
             "torch-recompute bench run gpt-tiny"
         )
     options.setdefault("device", "cuda" if torch.cuda.is_available() else "cpu")
+    capacity = None
     if options.get("capacity") is not None:
-        capacity = read_budget(options["capacity"]).bytes
+        with contextlib.suppress(errors.ArgumentError):
+            capacity = read_budget(options["capacity"]).bytes
         if capacity is None:
             raise errors.ArgumentError(
                 f"--capacity is {options['capacity']}; expected the bytes that there are. Write for example "

@@ -101,6 +101,8 @@ class DemoConfig:
                     f"{option} is {getattr(self, name)}; expected a whole number of at least 1. "
                     f"Write for example {option} {getattr(DemoConfig, name)}, which is what you get without it."
                 )
+        if not -(2**63) <= self.seed < 2**63:
+            raise ArgumentError(f"--seed is {self.seed}, which has over 64 bits. Write for example --seed 1")
         if self.d_model % HEADS:
             above = self.d_model + HEADS - self.d_model % HEADS
             raise ArgumentError(
