@@ -58,7 +58,7 @@ def test_code(assert_same_gradients):
     )
     result.assert_outcomes(passed=2, failed=1)
     result.stdout.fnmatch_lines(
-        ["*AssertionError: 4 of 7 differ*Sequential*", "*the gradient of 1.scale differs by up to *", "*Likely: 1*"]
+        ["*AssertionError: 4 of 8 differ*Sequential*", "*the gradient of 1.scale differs by up to *", "*Likely: 1*"]
     )
     result.stdout.no_fnmatch_line("*compare_calls*")
 

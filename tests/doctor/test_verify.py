@@ -1,6 +1,7 @@
 """`verify`: a plan that changes nothing passes, and each possible difference is found, named and located."""
 
 import json
+import math
 import random
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -17,8 +18,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from support.models import Made
 from support.unchanged import unchanged
 from torch_recompute import ArgumentError, Choice, Plan, no_recompute, recompute, verify
-from torch_recompute.doctor.compare import NOISE, Noise, SideEffects, StepResult, distance
-from torch_recompute.doctor.verify import compare_calls
+from torch_recompute.doctor.compare import NOISE, Difference, Noise, SideEffects, StepResult, distance
+from torch_recompute.doctor.verify import Verification, compare_calls
 
 
 class Layer(nn.Module):
@@ -267,6 +268,13 @@ def test_two_modules_that_write_to_their_own_weights() -> None:
     before = {name: value.clone() for name, value in tested.state_dict().items()}
     assert compare_calls(tested, plain, (torch.ones(3, 4),))
     assert all(torch.equal(value, before[name]) for name, value in tested.state_dict().items())
+
+
+def test_no_more_differ_than_there_are() -> None:
+    """Attributes, which nobody has counted, and gradients that only one step has are among the things compared."""
+    extra = [Difference("gradients", f"g{n}", math.inf) for n in range(3)]
+    rows = (*extra, *(Difference("attributes", f"a{n}", math.inf) for n in range(4)))
+    assert "7 of 8 differ (1 " in str(Verification("Net", "cpu", 1, {"outputs": 1, "gradients": 2}, 0.0, rows))
 
 
 def test_distance() -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -104,7 +105,8 @@ class Verification:
         if self.ok:
             within = " within that noise" if self.noise else " to the last bit"
             return "\n".join(paragraph(f"the same{within}: {compared}. {steps}; {noise}", hanging=2))
-        found = f"{len(self.differences)} of {sum(self.counts.values())} differ ({compared})"
+        every = Counter(self.counts) | Counter(row.kind for row in self.differences)  # of a kind, whichever are more
+        found = f"{len(self.differences)} of {every.total()} differ ({compared})"
         lines = paragraph(f"{found}. {steps}; {noise}", hanging=2)
         for row in self.differences[:SHOWN]:
             lines += paragraph(str(row), 2, hanging=2)
