@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Integral
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch
@@ -182,7 +181,7 @@ def auto(
     planning = _Planning(model, asked, step.loss, step.optimizer, device, leave, loop, memory, sizes)
     if memory is not None:
         budget = 0  # what the plan in the file is for
-    file = None if cache is None else PlanFile(Path(cache), made_for(step, budget, leave, sizes))
+    file = None if cache is None else PlanFile(cache, made_for(step, budget, leave, sizes))
     plan = None if file is None else _still_fits(file, step, budget)
     found = planning.found(step, plan)
     if file is not None and found is not plan and planning.speaks:

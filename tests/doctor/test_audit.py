@@ -627,6 +627,8 @@ def test_a_call_of_no_region_is_refused() -> None:
     """A model that calls no region, or one that no backward replays, is an error and not a clean bill."""
     with pytest.raises(ArgumentError, match="called no region"):
         audit(nn.Linear(WIDTH, WIDTH), (leaf(),))
+    with pytest.raises(ArgumentError, match="reads nothing but these, as around one linear layer"):
+        audit(recompute(nn.Linear(WIDTH, WIDTH)), (leaf(),))
     with pytest.raises(ArgumentError, match="called no region"):
         audit(recompute(torch.sin), (leaf().detach(),))
 

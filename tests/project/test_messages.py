@@ -1335,6 +1335,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: measure([1]),
     lambda: demo.DemoConfig(steps=0).check(),
     lambda: demo.DemoConfig(d_model=130).check(),
+    lambda: demo.DemoConfig(seed=2**64).check(),
     lambda: demo.read_text(Path("no/such.txt"), 8),
     lambda: demo.read_text(Path("/dev/null"), 8),
     # simulated steps
@@ -1368,6 +1369,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: simulate(nn_linear(), {"input": [[1, 2], [3, 4]]}),
     lambda: simulate(nn_linear(), {3: vector()}),
     lambda: auto(nn_linear(), vector(), loss=torch.sum, cache="no/such/folder/plan.json"),
+    lambda: auto(nn_linear(), vector(), loss=torch.sum, cache=True),
     lambda: auto(nn_linear(), vector(), loss=torch.sum, cache="pyproject.toml"),
     lambda: auto(nn_linear(), vector(), loss=torch.sum, elastic=True, offload=True),
     lambda: auto(nn_linear(), vector(), loss=torch.sum, tiles=8),

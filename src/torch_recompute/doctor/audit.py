@@ -187,7 +187,8 @@ def audit(
             f"audit: {getattr(model, '__name__', type(model).__name__)} called no region that backward would replay, "
             "so there is nothing to run twice.\n"
             '  Name the modules to look at, audit(model, x, modules=["layers.*"]), or place regions first: '
-            "recompute(fn), apply(model, plan). A region whose inputs and parameters require no grad is never replayed."
+            "recompute(fn), apply(model, plan). A region is not replayed whose inputs and parameters require no grad, "
+            "or in which backward reads nothing but these, as around one linear layer."
         )
     return found
 

@@ -316,7 +316,13 @@ class PlanFile:
         ArgumentError: The file holds something else, or is in no folder.
     """
 
-    def __init__(self, path: Path, facts: Mapping[str, Any]) -> None:
+    def __init__(self, path: str | os.PathLike[str], facts: Mapping[str, Any]) -> None:
+        if not isinstance(path, (str, os.PathLike)):
+            raise errors.ArgumentError(
+                f"cache= takes the path of a file to keep the plan in, but got {errors.say(path)}\n"
+                '  Write cache="plan.json".'
+            )
+        path = Path(path)
         self._path, self._facts = path, json.loads(json.dumps(facts))
         self.plan: Plan | None = None
         self.said = ""
