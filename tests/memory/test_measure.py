@@ -1,5 +1,6 @@
 """`measure`: bytes worked out by hand for small programs, those of the allocator for larger ones, and nothing left."""
 
+import copy
 import json
 import threading
 import time
@@ -79,6 +80,12 @@ def freed_by_backward() -> torch.Tensor:
     return x
 
 
+def deep_copies() -> object:
+    """Tensors over one block are copied over one; each is an empty scalar before it is put there."""
+    x = block()
+    return x, copy.deepcopy([x, x[3:], x])
+
+
 SCALAR = 4 / BLOCK
 PROGRAMS = {
     "views": Program(views, 1, 1),
@@ -98,6 +105,7 @@ PROGRAMS = {
     "made outside of operators": Program(
         lambda: (torch.from_numpy(np.ones((64, 64), np.float32)), torch.tensor([1.0] * 4096)), 2, 2
     ),
+    "deep copies": Program(deep_copies, 2 + SCALAR, 2),
 }
 
 

@@ -37,7 +37,7 @@ def roots_of_backward() -> list[Any]:
 
 _AROUND_MODES = tuple(
     os.path.join(os.path.dirname(torch.__file__), *path)
-    for path in (("_compile.py",), ("_dynamo", ""), ("utils", "_python_dispatch.py"))
+    for path in (("_compile.py",), ("_dynamo", ""), ("_ops.py",), ("utils", "_python_dispatch.py"))
 )
 
 

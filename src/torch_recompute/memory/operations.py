@@ -112,6 +112,8 @@ class Operation:
         """The storages of the result that are not among the arguments."""
         if self.func is torch.ops.aten.lift_fresh.default:  # how `torch.tensor` and `from_numpy` announce a new storage
             return self.results
+        if self.func is _OVER_STORAGE and caller(_OURS) is torch.Tensor.__deepcopy__.__code__:  # which copies it unseen
+            return self.results
         given = {id(storage) for _, storage in self.given}
         return [(device, storage) for device, storage in self.results if id(storage) not in given]
 
@@ -127,6 +129,7 @@ _aten: Any = torch.ops.aten
 _ADD = _aten.add.Tensor
 ADDED = _aten.add_.Tensor
 """The operation by which a plain step adds in place; under `Operations` its result has memory of its own."""
+_OVER_STORAGE = _aten.set_.source_Storage_storage_offset
 _ZEROS = frozenset({_aten.zeros.default, _aten.new_zeros.default, _aten.zeros_like.default})
 _LOGITS = "BinaryCrossEntropyWithLogitsBackward0"  # the node whose formula writes into what it has made
 _WRITING = {_aten.sub.Tensor: _aten.sub_.Tensor, _aten.mul.Tensor: _aten.mul_.Tensor}
