@@ -7,9 +7,10 @@ import random
 import sys
 import threading
 import warnings
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -245,3 +246,70 @@ def test_asking_changes_nothing(asked: str, fails: str) -> None:
         after = scene.picture()
         assert [key for key in before | after if before.get(key) != after.get(key)] == [], temperature
         del error
+
+
+class Tracker:
+    """Counts calls, with what came."""
+
+    def __init__(self) -> None:
+        self.calls, self.seen = 0, defaultdict[nn.Module, list[torch.Tensor]](list)
+
+    def hook(self, module: nn.Module, args: Any) -> None:
+        self.calls += 1
+        self.seen[module].append(args[0])
+
+
+class Counted(nn.Linear):
+    """Fills what its class and its module have."""
+
+    everywhere: ClassVar[list[torch.Tensor]] = []
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        global latest_of_all
+        latest_of_all = input
+        self.everywhere.append(input)
+        return super().forward(input)
+
+
+latest_of_all: Any = None
+
+
+def test_what_hooks_and_the_loss_fill_is_as_before() -> None:
+    """Containers, objects, variables and tensors that the user's code writes to in a planned step are put back."""
+    model = nn.Sequential(*(nn.Sequential(Counted(WIDTH, WIDTH), nn.GELU()) for _ in range(3)))
+    inputs: dict[nn.Module, list[torch.Tensor]] = {}
+    norms, recent = OrderedDict[str, torch.Tensor](old=torch.ones(1)), deque[torch.Tensor](maxlen=2)
+    names, losses, met = {one: name for name, one in model.named_modules()}, [torch.ones(1)], set[nn.Module]()
+    tracker, beside = Tracker(), Tracker()
+    mean, bank, latest, calls = torch.zeros(1), torch.zeros(500, WIDTH), None, 0
+
+    def forward_hook(module: nn.Module, args: Any) -> None:
+        nonlocal latest, calls
+        latest, calls = args[0], calls + 1
+        forward_hook.calls = getattr(forward_hook, "calls", 0) + 1  # pyright: ignore[reportFunctionMemberAccess]
+        inputs.setdefault(module, []).append(args[0])
+        recent.append(args[0])
+        met.add(module)
+        bank[:4] = args[0].detach()
+
+    def backward_hook(module: nn.Module, _: Any, gradients: Any) -> None:
+        norms[names[module]] = (gradients[0].t() @ inputs[module].pop()).norm()
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        beside.hook(nn.Identity(), (output,))
+        losses.append(output.mean().detach())
+        mean.add_(losses[-1])
+        return output.mean()
+
+    for layer in [one for one in model.modules() if isinstance(one, nn.Linear)]:
+        layer.register_forward_pre_hook(forward_hook)
+        layer.register_forward_pre_hook(tracker.hook)
+        layer.register_full_backward_hook(backward_hook)
+    version = mean._version
+    make_plan(model, (torch.randn(4, WIDTH, requires_grad=True),), budget=0.5, loss=loss)
+    assert (inputs, [*norms], [*recent], len(losses), met) == ({}, ["old"], [], 1, set())
+    assert (tracker.calls, tracker.seen, beside.calls, beside.seen, vars(forward_hook)) == (0, {}, 0, {}, {})
+    assert (latest, calls, latest_of_all, Counted.everywhere, [*names]) == (None, 0, None, [], [*model.modules()])
+    assert (mean.item(), bank.sum().item(), mean._version) == (0, 0, version)
+    loss(model(torch.randn(4, WIDTH, requires_grad=True))).backward()
+    assert (len(norms), tracker.calls, len(met), calls) == (4, 3, 3, 3)

@@ -185,10 +185,11 @@ def test_buffers_stay_as_they_are(name: str) -> None:
 def test_a_mask_is_counted_as_it_is_indexed(kind: torch.dtype, rows: int) -> None:
     """Every other entry of a mask of unknown values holds, in whatever type it is summed."""
     counted: list[tuple[int, int, float]] = []
+    note = counted.append  # a list that the loss reached would be as before afterwards
 
     def hits(x: torch.Tensor) -> torch.Tensor:
         hit = x[:, 0] > 0
-        counted.append((int(hit.to(kind).sum().long()), len(x[hit]), float(hit.to(torch.float32).mean())))
+        note((int(hit.to(kind).sum().long()), len(x[hit]), float(hit.to(torch.float32).mean())))
         return x.sum()
 
     for _ in range(2):  # the second time operations are answered from what is remembered
@@ -282,7 +283,8 @@ def test_what_is_assumed_of_values_is_said() -> None:
     several = simulate(nn.Sequential(*layers), (torch.ones(4, 8),), loss=torch.mean).assumed
     assert several == ("Tensor.numpy finds ones in * (2 times)",)
     said: list[str] = []
-    logged = Made(lambda m, x: said.append(f"{m.up(x).mean():.3f}") or m.up(x), up=nn.Linear(8, 8))
+    note = said.append  # a list that the forward reached would be as before afterwards
+    logged = Made(lambda m, x: note(f"{m.up(x).mean():.3f}") or m.up(x), up=nn.Linear(8, 8))
     assert simulate(logged, (torch.ones(4, 8),), loss=torch.mean).assumed == ("Tensor.__format__ finds ones",)
     assert said == ["1.000"]
     model, x = made("cholesky")

@@ -27,9 +27,9 @@ from torch import nn
 
 from .. import _torch, errors
 from .._torch.fakes import is_sharded
-from ..engine.captures import EMPTY, Captures, content_of
+from ..engine.captures import Captures
 from ..engine.mismatch import digest
-from ..memory.saved import CallState, generators, module_names
+from ..memory.saved import CallState, Container, contents, generators, module_names
 from ..simulation.training_step import check_loss
 from ..state import NumpyRng, PythonRng, same
 from ..state.observer import observing
@@ -326,37 +326,6 @@ def _outputs(output: Any) -> dict[str, torch.Tensor]:
 # --- side effects -----------------------------------------------------------------------------------------------------
 
 
-class _Container(NamedTuple):
-    """A namespace or container, and its content when it was captured."""
-
-    label: str  # of a change; `{key}` is the name that changed
-    container: Any  # a dict, list, set or closure cell
-    then: dict[Any, Any]
-    counts: Callable[[Any], bool] | None = None  # the names that count; None for all
-
-    def now(self) -> dict[Any, Any]:
-        found = _contents(self.container)
-        return found if self.counts is None else {key: value for key, value in found.items() if self.counts(key)}
-
-    def restore(self) -> None:
-        container, then, now = self.container, self.then, self.now()
-        if now.keys() == then.keys() and all(now[key] is then[key] for key in now):
-            return
-        if isinstance(container, types.CellType):
-            del container.cell_contents
-            if then:
-                container.cell_contents = then[""]
-        elif isinstance(container, dict):
-            for key in now if self.counts is None else now.keys() - then.keys():
-                dict.__delitem__(cast("dict[Any, Any]", container), key)
-            dict.update(cast("dict[Any, Any]", container), then)
-        elif isinstance(container, list):
-            container[:] = then.values()
-        elif isinstance(container, set):
-            set.clear(container)
-            set.update(container, then.values())
-
-
 class SideEffects:
     """The state of all that Python code can change outside of its arguments.
 
@@ -377,7 +346,7 @@ class SideEffects:
         scopes: Iterable[tuple[types.CodeType, dict[str, Any]]] = (),
     ) -> None:
         self._generators = generators()
-        self._places: list[_Container] = []
+        self._places: list[Container] = []
         self._seen: dict[int, Any] = {}
         for module, name in modules:
             self._seen[id(module)] = module
@@ -413,7 +382,7 @@ class SideEffects:
             ambient.restore(then)
 
     def _namespace(self, label: str, container: dict[str, Any], counts: Callable[[Any], bool]) -> None:
-        place = _Container(label, container, {key: value for key, value in container.items() if counts(key)}, counts)
+        place = Container(label, container, {key: value for key, value in container.items() if counts(key)}, counts)
         self._places.append(place)
         for key, value in place.then.items():
             self._look(label.format(key=key), value, 1)
@@ -443,9 +412,9 @@ class SideEffects:
             self._hold(label, value if isinstance(value, (list, dict, set, tuple)) else vars(value), depth)
 
     def _hold(self, label: str, container: Any, depth: int) -> None:
-        then = _contents(container)
+        then = contents(container)
         if not isinstance(container, tuple):
-            self._places.append(_Container(label.replace("{", "{{").replace("}", "}}"), container, then))
+            self._places.append(Container(label.replace("{", "{{").replace("}", "}}"), container, then))
         for inner in then.values():
             self._look(label, inner, depth + 1)
 
@@ -453,19 +422,6 @@ class SideEffects:
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _PLAIN = (int, float, complex, bool, str, bytes, type(None))
 _FIXED = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type, nn.Module)
-
-
-def _contents(container: Any) -> dict[Any, Any]:
-    """Returns the content of a container, by key or position."""
-    if isinstance(container, types.CellType):
-        content = content_of(container)
-        return {} if content is EMPTY else {"": content}
-    if isinstance(container, dict):
-        return dict(dict.items(cast("dict[Any, Any]", container)))
-    if isinstance(container, set):
-        return {id(value): value for value in set.__iter__(cast("set[Any]", container))}
-    kind: Any = list if isinstance(container, list) else tuple
-    return dict(enumerate(kind.__iter__(container)))
 
 
 def _is_plain_object(value: Any) -> bool:
@@ -491,7 +447,7 @@ def _same(then: Any, now: Any, depth: int) -> bool:
     if isinstance(then, set):
         return then == now
     if isinstance(then, (list, tuple, dict)):
-        a, b = _contents(then), _contents(now)
+        a, b = contents(then), contents(now)
     elif _is_plain_object(then):
         a, b = vars(then), vars(now)
     else:

@@ -22,11 +22,14 @@ from __future__ import annotations
 import gc
 import json
 import linecache
+import operator
 import os
 import sys
+import types
+from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -36,7 +39,7 @@ from .. import _torch, errors
 from .._torch.compiler import all_uncompiled
 from .._torch.storages import set_versions, versions_of
 from ..engine.arguments import Call
-from ..engine.captures import Captures, undo
+from ..engine.captures import EMPTY, Captures, content_of, undo
 from ..errors.text import counted, grouped, shown, starred, starred_path, table
 from ..state import DEFAULT, Ambient, NumpyRng, PythonRng
 from .batch import Batch, call_of
@@ -167,22 +170,117 @@ def generators_as_before() -> Generator[None]:
             ambient.restore(state)
 
 
-class _BeforeWrites(_torch.TorchDispatchMode):
-    """Copies each of some storages, by `id`, before the first operation that writes to it."""
+class Container(NamedTuple):
+    """A namespace or container, and its content when it was captured. It is read and written by its base type alone."""
+
+    label: str  # of a change; `{key}` is the name that changed
+    container: Any  # a dict, list, set, deque or closure cell
+    then: dict[Any, Any]
+    counts: Callable[[Any], bool] | None = None  # the names that count; None for all
+
+    @staticmethod
+    def of(container: Any, counts: Callable[[Any], bool] | None = None, label: str = "") -> Container:
+        """A container as it is now."""
+        made = Container(label, container, {}, counts)
+        return made._replace(then=made.now())
+
+    def now(self) -> dict[Any, Any]:
+        """Its content now."""
+        found = contents(self.container)
+        return found if self.counts is None else {key: value for key, value in found.items() if self.counts(key)}
+
+    def restore(self) -> None:
+        """Gives it the content back, where that is another one."""
+        then, now = self.then, self.now()
+        container: Any = self.container
+        pairs = [(now.values(), then.values()), *([(now, then)] if isinstance(container, dict) else ())]
+        if all(len(a) == len(b) and all(map(operator.is_, a, b)) for a, b in pairs):
+            return
+        if isinstance(container, types.CellType):
+            del container.cell_contents
+            if then:
+                container.cell_contents = then[""]
+        elif self.counts is not None:
+            for name in now.keys() - then.keys():
+                del container[name]
+            container.update(then)
+        else:
+            kind: Any = _base_of(container)
+            put = kind.extend if isinstance(container, (list, deque)) else kind.update
+            kind.clear(container)
+            put(container, then if kind in _DICTS else then.values())
+
+
+_DICTS: tuple[Any, ...] = (OrderedDict, dict)
+
+
+def _base_of(container: Any) -> Any:
+    return next(kind for kind in (*_DICTS, list, set, deque, tuple) if isinstance(container, kind))
+
+
+def contents(container: Any) -> dict[Any, Any]:
+    """Returns the content of a container, by key or position."""
+    if isinstance(container, types.CellType):
+        content = content_of(container)
+        return {} if content is EMPTY else {"": content}
+    kind = _base_of(container)
+    if kind in _DICTS:
+        return dict(kind.items(container))
+    if kind is set:
+        return {id(value): value for value in set.__iter__(cast("set[Any]", container))}
+    return dict(enumerate(kind.__iter__(container)))
+
+
+class BeforeWrites(_torch.TorchDispatchMode):
+    """Copies each storage of some tensors before the first operation that writes to it.
+
+    Attributes:
+        open: Those of this process that are shown what simulations run on real tensors.
+        kept: Each storage that was copied, with the copy.
+    """
+
+    open: ClassVar[list[BeforeWrites]] = []
 
     supports_higher_order_operators = True
 
-    def __init__(self, waiting: dict[int, torch.UntypedStorage]) -> None:
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         super().__init__()
-        self._waiting = waiting
+        tensors = list(tensors)
+        self._waiting = {id(one): one for _, one in storages(tensors) if one.device.type != "meta"}
+        self._versions = versions_of(tensors)  # a graph around may have saved them
         self.kept: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+
+    def see(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Copies what an operation is going to write to."""
+        for _, storage in storages(_torch.written_by(func, args, kwargs)):
+            if self._waiting.pop(id(storage), None) is not None:
+                self.kept.append((storage, storage.clone()))
+
+    def keep_all(self) -> None:
+        """Copies them now, where no mode is to be in the way of what runs."""
+        self.kept += [(storage, storage.clone()) for storage in self._waiting.values()]
+        self._waiting.clear()
+
+    @contextmanager
+    def simulated_ones(self) -> Generator[None]:
+        """A context in which it is shown what simulations run."""
+        self.open.append(self)
+        try:
+            yield
+        finally:
+            self.open.remove(self)
+
+    def restore(self) -> None:
+        """Gives the storages their content back."""
+        with torch.no_grad():
+            for storage, content in self.kept:
+                storage.copy_(content)
+        set_versions(self._versions)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        for _, storage in storages(_torch.written_by(func, args, kwargs or {})):
-            if self._waiting.pop(id(storage), None) is not None:
-                self.kept.append((storage, storage.clone()))
+        self.see(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
@@ -212,8 +310,7 @@ class CallState:
     @contextmanager
     def keeping_weights(self) -> Generator[None]:
         """Copies the weights that a call within writes to, as a momentum encoder's, before it does."""
-        waiting = {id(storage): storage for _, storage in storages(self._weights) if storage.device.type != "meta"}
-        mode = _BeforeWrites(waiting)
+        mode = BeforeWrites(self._weights)
         try:
             with all_uncompiled(), mode:
                 yield

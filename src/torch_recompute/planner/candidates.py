@@ -45,6 +45,7 @@ from ..memory.operations import Operation
 from ..plan.calls import ALL_PRODUCTS, decided, kind_of
 from ..plan.choice import ATTENTION, DOWN, PRODUCT, VALUES_UNUSED, Choice, Target
 from ..plan.roles import inside, relative
+from ..simulation.copies import reached_as_before
 from .cost import Graph, Node
 from .ops import Op, logging
 from .prices import Overhead
@@ -110,7 +111,8 @@ def record(module: nn.Module, call: Callable[[], Any], inputs: Sequence[torch.Te
         ArgumentError: It calls what allows no saved-tensor hooks around it.
     """
     try:
-        return _SegmentRecorder(module, inputs).run(call)
+        with reached_as_before(module):
+            return _SegmentRecorder(module, inputs).run(call)
     except RuntimeError as error:
         if "saved tensor hooks" not in str(error):
             raise

@@ -40,7 +40,7 @@ from ..memory.meter import Stamp, between, stamp
 from ..memory.saved import generators_as_before
 from ..plan.apply import apply
 from ..plan.plan import Plan
-from ..simulation.copies import others_as_before, over_copies, reach_copies
+from ..simulation.copies import others_as_before, over_copies, reach_copies, reached_as_before
 from ..state.observer import Observer, Running, observing
 from .cost import Costs, Kind, Option, Solution, paid
 from .prices import now, on
@@ -148,7 +148,14 @@ def clock(
     The model's tensors are on the device; of the arguments copies are used, and of the weights that the forward has
     `written`, by name. `region` is the price of a region.
     """
-    with generators_as_before(), torch.inference_mode(False), torch.enable_grad(), on(device):
+    with (
+        generators_as_before(),
+        reached_as_before(model, loss) as reached,
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        on(device),
+    ):
+        reached.keep_all()
         losses = dict(_copy(model, loss, written) for _ in range(2))
         bare, same = losses
         apply(same, plan)

@@ -45,7 +45,7 @@ from ..memory.batch import tensors_of_call
 from ..memory.ledger import storages
 from ..memory.operations import kind_of
 from ..plan.plan import Plan
-from ..simulation.copies import names_in
+from ..simulation.copies import is_own, names_in
 from ..simulation.made_up import keeps_values
 from ..simulation.training_step import TrainingStep
 from ..stores.measured import full_name
@@ -196,28 +196,23 @@ def _code(fn: types.FunctionType) -> Any:
 
     Of a package's functions it is plain values, tensors, and the code of other functions.
     """
-    names, own = names_in(fn.__code__), _is_own(fn.__code__.co_filename)
+    names, own = names_in(fn.__code__), is_own(fn.__code__.co_filename)
     modules = [one for name, one in fn.__globals__.items() if name in names and isinstance(one, types.ModuleType)]
-    places = [vars(one) for one in modules if own and _is_own(getattr(one, "__file__", None) or torch.__file__)]
+    places = [vars(one) for one in modules if own and is_own(getattr(one, "__file__", None) or torch.__file__)]
     named = {name: place[name] for place in (*places, fn.__globals__) for name in sorted(names & place.keys())}
     values = {name: one for name, one in named.items() if own or type(one) in _VALUES}
     return fn.__code__, values, [other.__code__ for other in named.values() if isinstance(other, types.FunctionType)]
 
 
-def _is_own(file: str) -> bool:
-    """Whether a file is the user's own, and no library's or package's."""
-    return kind_of(file) == "user" and "-packages" not in file
-
-
 def _own(thing: Any) -> bool:
     """Whether it is a function of the user's own, or decorates one."""
     code: Any = getattr(inspect.unwrap(thing), "__code__", None) if isinstance(thing, types.FunctionType) else None
-    return code is not None and _is_own(code.co_filename)
+    return code is not None and is_own(code.co_filename)
 
 
 def _method(fn: types.FunctionType, deep: int = 4) -> Any:
     """A method of the user's own as any function; else its code, and the functions and values in its decorators."""
-    if _is_own(fn.__code__.co_filename):
+    if is_own(fn.__code__.co_filename):
         return _function(fn)
     cells = _cells(fn)
     inner = [_method(cell, deep - 1) for cell in cells if deep and isinstance(cell, types.FunctionType)]
@@ -411,7 +406,7 @@ def _held(thing: Any) -> Iterable[Any]:
         others = ("_modules", "_parameters", "_buffers")
         return _held({name: value for name, value in vars(thing).items() if name not in others})
     file = getattr(sys.modules.get(type(thing).__module__), "__file__", None) or torch.__file__
-    plain = isinstance(thing, (types.SimpleNamespace, argparse.Namespace)) or _is_own(file)
+    plain = isinstance(thing, (types.SimpleNamespace, argparse.Namespace)) or is_own(file)
     return _held(vars(thing)) if plain and hasattr(thing, "__dict__") else ()
 
 

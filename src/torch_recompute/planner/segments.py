@@ -39,7 +39,7 @@ from ..plan.plan import Plan
 from ..plan.roles import Units, inside
 from ..plan.units import find_units
 from ..simulation.context_parallel import share_context
-from ..simulation.copies import Faker
+from ..simulation.copies import Faker, reached_as_before
 from ..simulation.experts import share_experts
 from ..simulation.fake_mode import FakeMode
 from ..simulation.fully_sharded import computing
@@ -141,7 +141,7 @@ class _Capture:
         """Runs the copy forward."""
         handle = apply(self._copy, Plan())  # which keeps a model from filling a cache in training
         args, kwargs = self._call
-        with self._captured.running(), uncompiled(step.model), ExitStack() as stack:
+        with reached_as_before(step.model), self._captured.running(), uncompiled(step.model), ExitStack() as stack:
             for path in _segments(self._units, self._copy):
                 module = self._copy.get_submodule(path)
                 enter = partial(self._enter, path)

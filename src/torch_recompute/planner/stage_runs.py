@@ -36,7 +36,7 @@ from ..plan.choice import joined
 from ..plan.plan import Plan
 from ..simulation import Moment
 from ..simulation.context_parallel import share_context
-from ..simulation.copies import Faker
+from ..simulation.copies import Faker, reached_as_before
 from ..simulation.experts import share_experts
 from ..simulation.fake_mode import FakeMode
 from ..simulation.fully_sharded import ShardedStages, dtype_of, stages_of
@@ -211,7 +211,12 @@ class StageRunner:
         """Runs operations on the fakes, with grad; the parameters have no gradients before and after."""
         self.model.zero_grad()
         try:
-            with torch.inference_mode(False), torch.enable_grad(), self.pretend:
+            with (
+                reached_as_before(self.model, self.loss),
+                torch.inference_mode(False),
+                torch.enable_grad(),
+                self.pretend,
+            ):
                 yield
         finally:
             self.model.zero_grad()

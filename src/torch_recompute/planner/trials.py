@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from ..memory.saved import generators_as_before
 from ..plan.apply import apply
 from ..plan.libraries import CacheSnapshot
 from ..plan.plan import Choice, Plan
+from ..simulation.copies import reached_as_before
 from ..simulation.fake_mode import FakeMode
 from ..simulation.made_up import floats
 from ..simulation.recording import SimulatedMeasurement
@@ -170,19 +171,18 @@ def attempt(call: SegmentCall, choices: Sequence[Choice], pretend: FakeMode, *, 
     gradients = [(parameter, parameter.grad) for parameter in holder.parameters()]
     host = HostApart()
     stores = {"host": host} if any(choice.store for choice in choices) else {}
-    handle = apply(holder, Plan(tuple(choices)), stores=stores)
     trained = [weight for weight in holder.parameters() if weight.requires_grad and frees]
-    hooks = [weight.register_post_accumulate_grad_hook(_free) for weight in trained]
-    try:
-        with refusing(), generators_as_before():  # which decide alike in each trial
-            keeps = any(choice.keep or choice.carry for choice in choices)
-            return _run(call, holder, pretend, host, keeps)
-    finally:
-        handle.remove()
-        for hook in hooks:
-            hook.remove()
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+    with reached_as_before(holder), ExitStack() as stack:
+        stack.callback(apply(holder, Plan(tuple(choices)), stores=stores).remove)
+        for weight in trained:
+            stack.callback(weight.register_post_accumulate_grad_hook(_free).remove)
+        try:
+            with refusing(), generators_as_before():  # which decide alike in each trial
+                keeps = any(choice.keep or choice.carry for choice in choices)
+                return _run(call, holder, pretend, host, keeps)
+        finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
 
 
 def _free(weight: torch.Tensor) -> None:

@@ -5,16 +5,19 @@ tensors over one storage get fakes over one storage of its size. On meta, intege
 hides nothing and as ids are valid. A hook of a parameter's gradient, by which an optimizer steps in backward, is copied
 with what its closure and its names reach. Other functions that reach what was copied, as a forward hook or the loss,
 are made again over the copies, with the containers and plain objects between. What slots hold, or a function in an
-object of the model, is not; the caller checks afterwards that nothing of the original was touched. No tensor of the
-caller's is written to, and of parameters none is read.
+object of the model, is not; the caller checks afterwards that nothing of the original was touched. What the user's code
+fills or writes to besides, as a dict for activations or a running mean, is put back after the step, since a copy of it
+would have to be shared by all that reaches it. Of parameters none is read.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import dis
 import sys
 import types
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from functools import partial
 from typing import Any, cast
@@ -30,6 +33,7 @@ from .._torch.storages import is_fake
 from ..engine.captures import MANY
 from ..memory.batch import each_tensor
 from ..memory.operations import kind_of
+from ..memory.saved import BeforeWrites, Container, contents
 from .made_up import floats, is_hollow, keeps_values, stays
 
 
@@ -204,11 +208,16 @@ def reach_copies(model: nn.Module, memo: dict[int, Any]) -> None:
         memo: The copies, by the identity of the originals, as `copy.deepcopy` has filled it.
     """
     for module in model.modules():
-        holders: list[Any] = [value for value in vars(module).values() if isinstance(value, (dict, list))]
-        for held in (vars(module), *holders):
-            places: Any = held.items() if isinstance(held, dict) else enumerate(held)
-            for place, value in [(place, value) for place, value in places if isinstance(value, _FUNCTIONS)]:
-                held[place] = over_copies(value, memo)
+        for held, place in list(_functions_of(module)):
+            held[place] = over_copies(held[place], memo)
+
+
+def _functions_of(module: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """Yields the functions that a module holds, as hooks or attributes: what each is in, and where."""
+    holders: list[Any] = [value for value in vars(module).values() if isinstance(value, (dict, list))]
+    for held in (vars(module), *holders):
+        places: Any = held.items() if isinstance(held, dict) else enumerate(held)
+        yield from ((held, place) for place, value in places if isinstance(value, _FUNCTIONS))
 
 
 def over_copies(value: Any, memo: dict[int, Any]) -> Any:
@@ -224,23 +233,104 @@ def over_copies(value: Any, memo: dict[int, Any]) -> Any:
         made = memo[id(value)] = copy.copy(value)  # before its elements, of which one may be itself
     except _NOT_COPIED:
         return value
-    if isinstance(value, list):
-        made[:] = map(over, cast("list[Any]", value))
+    if made is value:
+        return value
+    if isinstance(value, _CONTAINERS):
+        several = list(map(over, cast("list[Any]", value)))
+        made.clear()
+        (made.extend if isinstance(value, (list, deque)) else made.update)(
+            zip(several, map(over, value.values()), strict=True) if isinstance(value, dict) else several
+        )
     else:
-        entries: dict[Any, Any] = made if isinstance(made, dict) else vars(made)
-        entries.update({key: over(one) for key, one in entries.items()})
+        vars(made).update({key: over(one) for key, one in vars(made).items()})
     return made
 
 
-def _reached_from(value: Any) -> Iterator[Any]:
+def _reached_from(value: Any, parts: Callable[[Any], Iterable[Any]] | None = None) -> Iterator[Any]:
     """Yields a value and all that it reaches, each thing once, but nothing within modules and optimizers."""
+    parts = parts or _parts
     waiting, seen = [value], dict[int, Any]()
     while waiting:
         one = waiting.pop()
         if id(one) not in seen:
             seen[id(one)] = one
             yield one
-            waiting.extend(_parts(one))
+            waiting.extend(parts(one))
+
+
+@contextlib.contextmanager
+def reached_as_before(*things: Any) -> Generator[BeforeWrites]:
+    """Leaves as it is what the user's code writes to beside what it is given, as a dict that a hook fills.
+
+    That is containers, attributes of objects and functions, and variables of functions and modules; of tensors those
+    that a simulation writes to. Installed code is not looked into, and none of the user's is called.
+
+    Args:
+        things: Models, of which hooks, classes and functions count, and functions.
+    """
+    reached = list(_reached_from(things, _of_users))
+    places = [Container.of(place, names) for one in reached for place, names in _places(one)]
+    watching = BeforeWrites(one for one in reached if type(one) is torch.Tensor)
+    try:
+        with watching.simulated_ones():
+            yield watching
+    finally:
+        watching.restore()
+        for place in places:
+            place.restore()
+
+
+def _of_users(value: Any) -> Iterable[Any]:
+    """All that the user's code reaches from a value; of a model, its functions and classes."""
+    if isinstance(value, nn.Module):
+        modules = list(value.modules())
+        return [*map(type, modules), *(held[place] for module in modules for held, place in _functions_of(module))]
+    if isinstance(value, type):
+        return (
+            (*value.__bases__, *(getattr(x, "__func__", x) for x in vars(value).values()))
+            if is_own(_file_of(value))
+            else ()
+        )
+    if isinstance(value, types.FunctionType):
+        return _of_function(value, names=is_own(value.__code__.co_filename))
+    if isinstance(value, types.MethodType):
+        return value.__self__, value.__func__
+    if isinstance(value, (*_CONTAINERS, tuple)):
+        return contents(value).values() if len(cast("list[Any]", value)) <= MANY else ()
+    return (*_parts(value), type(value)) if isinstance(value, partial) or _is_users(value) else ()
+
+
+def _places(value: Any) -> Iterable[Any]:
+    """The containers and namespaces that code may write to in a value, with the names that it may for a module's."""
+    if isinstance(value, types.FunctionType) and is_own(value.__code__.co_filename):
+        stored = _stored_in(value.__code__)
+        scope = [(value.__globals__, stored.__contains__)] if stored else []
+        return [(place, None) for place in (vars(value), *(value.__closure__ or ()))] + scope
+    if isinstance(value, _CONTAINERS):
+        return [(value, None)] if len(cast("list[Any]", value)) <= _HELD else ()
+    return [(vars(value), None)] if _is_users(value) else ()
+
+
+def _is_users(value: Any) -> bool:
+    """Whether a value is an object of a class of the user's own, or a namespace."""
+    return _is_plain(value) and "-packages" not in _file_of(type(value))
+
+
+def _stored_in(code: types.CodeType) -> set[str]:
+    """The names of its module that a code, or one within it, binds."""
+    stored = {step.argval for step in dis.get_instructions(code) if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")}
+    return stored.union(*(_stored_in(one) for one in code.co_consts if isinstance(one, types.CodeType)))
+
+
+def is_own(file: str) -> bool:
+    """Whether a file is the user's own, and no library's or package's."""
+    return kind_of(file) == "user" and "-packages" not in file
+
+
+def _file_of(kind: type) -> str:
+    """The file that a class is in; one made in a notebook is in none, and the user's."""
+    built_in = torch.__file__ if kind.__module__ in sys.builtin_module_names else ""
+    return getattr(sys.modules.get(kind.__module__), "__file__", None) or built_in
 
 
 @contextlib.contextmanager
@@ -260,9 +350,10 @@ def others_as_before(value: torch.Tensor, own: Collection[torch.Tensor]) -> Gene
 
 def _parts(value: Any) -> Iterable[Any]:
     """All that a function reaches by closure, names, defaults or object, or that a container or plain object holds."""
-    if type(value) in (list, tuple, dict):
-        several: Any = value.values() if isinstance(value, dict) else value
-        return several if len(several) <= MANY else ()
+    if type(value) in (list, tuple, dict, set, deque, defaultdict, OrderedDict):
+        several = cast("list[Any]", value)
+        keyed: Any = value.values() if isinstance(value, dict) else ()
+        return (*several, *keyed) if len(several) <= MANY else ()
     if isinstance(value, partial):
         return value.func, *value.args, *value.keywords.values()
     if isinstance(value, types.MethodType):
@@ -272,12 +363,13 @@ def _parts(value: Any) -> Iterable[Any]:
     return vars(value).values() if _is_plain(value) else ()
 
 
-def _of_function(fn: types.FunctionType) -> Iterator[Any]:
+def _of_function(fn: types.FunctionType, names: bool = True) -> Iterator[Any]:
     for cell in fn.__closure__ or ():
         with contextlib.suppress(ValueError):  # an empty one
             yield cell.cell_contents
-    of_module = (fn.__globals__[name] for name in names_in(fn.__code__) if name in fn.__globals__)
-    yield from (one for one in of_module if getattr(one, "__globals__", fn.__globals__) is fn.__globals__)
+    of_module = (fn.__globals__[name] for name in names_in(fn.__code__) if names and name in fn.__globals__)
+    functions = types.FunctionType
+    yield from (one for one in of_module if not isinstance(one, functions) or one.__globals__ is fn.__globals__)
     yield from (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values())
 
 
@@ -286,8 +378,7 @@ def _is_plain(value: Any) -> bool:
     of_its_own = isinstance(value, (nn.Module, torch.optim.Optimizer, torch.Tensor, type, types.ModuleType))
     if of_its_own or not hasattr(value, "__dict__"):
         return False
-    file = getattr(sys.modules.get(type(value).__module__), "__file__", None) or ""
-    return kind_of(file) == "user" or isinstance(value, types.SimpleNamespace)
+    return kind_of(_file_of(type(value))) == "user" or isinstance(value, types.SimpleNamespace)
 
 
 def _function(fn: Any, memo: dict[int, Any], reached: Callable[[Any], Any]) -> Any:
@@ -300,7 +391,7 @@ def _function(fn: Any, memo: dict[int, Any], reached: Callable[[Any], Any]) -> A
     if not isinstance(fn, types.FunctionType):
         return reached(fn)
     if id(fn) not in memo:
-        cells = tuple(types.CellType() for _ in fn.__closure__ or ())
+        cells = tuple(memo.setdefault(id(cell), types.CellType()) for cell in fn.__closure__ or ())  # shared as before
         names = {**fn.__globals__}
         made = types.FunctionType(fn.__code__, names, fn.__name__, None, cells)
         memo[id(fn)] = made  # before what it reaches, which may be itself
@@ -309,10 +400,14 @@ def _function(fn: Any, memo: dict[int, Any], reached: Callable[[Any], Any]) -> A
                 cell.cell_contents = reached(old.cell_contents)
         names.update({name: reached(names[name]) for name in names_in(fn.__code__) if name in names})
         made.__defaults__ = fn.__defaults__ and tuple(map(reached, fn.__defaults__))
+        vars(made).update({name: reached(one) for name, one in vars(fn).items()})
         made.__kwdefaults__ = fn.__kwdefaults__ and {name: reached(one) for name, one in fn.__kwdefaults__.items()}
     return memo[id(fn)]
 
 
+_CONTAINERS = (dict, list, set, deque)
+_HELD = 100 * MANY
+"""The most entries of a container that is put back; one with more, as of a data set, takes a simulation's time."""
 _FUNCTIONS = (types.FunctionType, types.MethodType, partial)
 _NOT_COPIED = (TypeError, RuntimeError, AttributeError, copy.Error)  # raised for a file, a lock, a logger's
 

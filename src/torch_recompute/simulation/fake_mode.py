@@ -37,7 +37,7 @@ from .._torch.tensors import each_tensor
 from ..memory.cuda_kernels import taken_on_cuda
 from ..memory.ledger import leaves
 from ..memory.operations import Operation, PlainFormulas, Seen, with_numbers
-from ..memory.saved import generators_as_before
+from ..memory.saved import BeforeWrites, generators_as_before
 from ..memory.workspaces import RECURRENT, reserve, takes_nothing, target_of, watched, workspace
 from .cuda_decompositions import AsOnCuda, autocast_of_cuda, capability_of
 from .made_up import MadeUp, counts, is_code, is_room, stays
@@ -236,6 +236,8 @@ class FakeMode(TorchDispatchMode):
 
     def _in_the_act(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs an operation on real tensors, and sees what it takes."""
+        for watching in BeforeWrites.open:
+            watching.see(func, args, kwargs)
         with without_modes():
             out, taken = watched(func, args, kwargs)
         self._taken = None if self._target else taken

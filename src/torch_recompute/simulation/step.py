@@ -58,7 +58,7 @@ from ..memory.workspaces import keep
 from ..plan.apply import Applied, apply, not_applicable
 from ..plan.plan import Plan
 from .context_parallel import share_context
-from .copies import Faker, others_as_before
+from .copies import Faker, others_as_before, reached_as_before
 from .devices import Roofline
 from .experts import share_experts
 from .fake_mode import FakeMode
@@ -182,10 +182,10 @@ def simulate_step(
     before = [(parameter, parameter.grad) for parameter in step.model.parameters()]
     try:
         with torch.inference_mode(False), torch.enable_grad(), uncompiled(step.model):
-            found = _SimulatedStep(step, prepare, watch, rounding).result()
+            found = _simulated(step, prepare, watch, rounding)
             later = after_others(step, found)
             if watch is None and later is not None:
-                found = _SimulatedStep(later, prepare, watch, rounding).result()
+                found = _simulated(later, prepare, watch, rounding)
             keep()
             return found
     finally:
@@ -200,6 +200,11 @@ def simulate_step(
                 "  Let the modules reach their parameters through attributes, so that copy.deepcopy(model) is "
                 "independent."
             )
+
+
+def _simulated(step: TrainingStep, *how: Any) -> Simulation:
+    with reached_as_before(step.model, step.loss, step.optimizer):
+        return _SimulatedStep(step, *how).result()
 
 
 def after_others(step: TrainingStep, found: Simulation) -> TrainingStep | None:
