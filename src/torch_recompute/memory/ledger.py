@@ -283,13 +283,14 @@ def _held(
     value: object, found: list[torch.Tensor | torch.UntypedStorage]
 ) -> Sequence[torch.Tensor | torch.UntypedStorage]:
     """The tensors and the storages in a nest of lists, tuples and dicts."""
-    if type(value) in SCALARS:
-        return found
     if type(value) is FakeTensor or isinstance(value, (torch.Tensor, torch.UntypedStorage)):
         found.append(cast("torch.Tensor", value))
     elif isinstance(value, (list, tuple, dict)):
         for item in cast("Iterable[object]", value.values() if isinstance(value, dict) else value):
-            _held(item, found)
+            if type(item) is FakeTensor:
+                found.append(item)
+            elif type(item) not in SCALARS:
+                _held(item, found)
     return found
 
 
