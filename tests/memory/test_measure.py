@@ -154,7 +154,7 @@ def test_nesting(program: Program) -> None:
 
 def allocator(path: Path, run: Callable[[], object]) -> tuple[int, int, object]:
     """Peak and final bytes of `run` by the CPU allocator's own events."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = run()
     profiler.export_chrome_trace(str(path))
     events = [event for event in json.loads(path.read_text())["traceEvents"] if event["name"] == "[memory]"]
@@ -233,7 +233,7 @@ def test_allocator_agrees(model: nn.Module, step: str, tmp_path: Path) -> None:
 def by_events(make: Callable[[], tuple[nn.Module, dict[str, object]]]) -> int:
     """The peak of the second of two steps, by the allocator's events from before the model is built."""
     second = 0
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         model, batch = make()
         for number in range(2):
             second = time.time_ns() if number else 0

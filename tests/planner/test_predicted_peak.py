@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import re
 import warnings
@@ -72,7 +73,7 @@ def allocated(make: Callable[[], Any], plan: Plan | None, loop: Loop) -> int:
 
     second = 0
     gc.collect()  # what is freed inside counts, too
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         model, batch, loss_of = make()
         model.zero_grad()
         if plan is not None:
@@ -146,6 +147,13 @@ def llama(**switches: Any) -> tuple[nn.Module, dict[str, Any], Callable[[Any], t
     return model, {"input_ids": ids, "labels": ids, **call}, scalar_loss
 
 
+@functools.cache
+def bare(budget: float | str) -> Plan:
+    """The plan for a model whose user has left nothing on."""
+    model, batch, _ = llama(use_cache=False)
+    return make_plan(model, (), batch, budget=budget, optimizer="adamw", device="h100")
+
+
 CHECKPOINTING = r" \(turning its own checkpointing off alone takes [0-9.]+ MiB more\)"
 CACHE = r" \(use_cache=False alone saves [0-9.]+ KiB\)"
 # What a user has left on, a budget, and what the plan says of it.
@@ -174,8 +182,7 @@ def test_a_plan_is_compared_with_the_users_own_step(left: str) -> None:
     assert (promise.plain_peak_bytes, promise.peak_bytes) == (own, planned)
     assert bool(plan.choices) == (budget == 0.5)
     if "said" not in switches:
-        bare, batch, _ = llama(use_cache=False)
-        assert make_plan(bare, (), batch, budget=budget, optimizer="adamw", device="h100").choices == plan.choices
+        assert bare(budget).choices == plan.choices
     assert re.match(rf"[0-9.]+ (\w+ )?of [0-9.]+ \w+ at the peak{said}, ", plan.summary)
     assert ("what every plan switches" in plan.explain()) == bool(said)
     if promise.switched is not None:
