@@ -31,7 +31,7 @@ from torch_recompute.planner.layout import (
 )
 from torch_recompute.planner.longest import LongestOnRanks
 from torch_recompute.planner.ops import Meta, Op
-from torch_recompute.planner.pipeline import graph_held
+from torch_recompute.planner.pipeline import PipelineRank, graph_held
 from torch_recompute.planner.schedules import FORWARD, Action
 from torch_recompute.planner.tensor_parallel import rank_model
 from torch_recompute.simulation.devices import DEVICES
@@ -275,19 +275,20 @@ def planned(pp: int, vpp: int) -> LayoutPlanner:
     return LayoutPlanner(built(), "MODEL", Layout(Ranks(pp=pp, vpp=vpp), batch=2 * pp), TOKENS, "none", "cpu")
 
 
-def ran(planner: LayoutPlanner, plan: RankPlan) -> int:
+def ran(spread: LayoutRanks, plan: RankPlan) -> int:
     """The measured peak of a rank that is planned for this CPU, whose actions run here in their order."""
-    number, sizes = plan.rank, planner.step.model.config
+    number, sizes = plan.rank, spread.step.model.config
     model: Any = built(device="cpu", vocab_size=sizes.vocab_size, intermediate_size=sizes.intermediate_size)
-    held = nn.ParameterList(model.get_parameter(name) for name in planner.pipeline.ranks[number].parameters)
+    names = PipelineRank(spread.pipeline, number).parameters
+    held = nn.ParameterList(model.get_parameter(name) for name in names)
     for parameter in held:
         parameter.grad = torch.zeros_like(parameter)
-    stages = Stages(model, plan, planner.layout.ranks.pp)
+    stages = Stages(model, plan, spread.layout.ranks.pp)
     handle = apply(model, plan.plan)
     with measure(held) as memory:
         if number == 0:  # which computes rotary tables in a stage
             memory.track(model.model.rotary_emb.inv_freq)
-        for action in planner.pipeline.pipeline.orders[number]:
+        for action in spread.cut.orders[number]:
             stages.run(action)
     handle.remove()
     return memory.peak_bytes + 4 * (number == 1)  # the loss, which is let go of here
@@ -308,14 +309,14 @@ def test_the_peak_of_a_rank_with_tiles(vpp: int, vocab: int, part: str) -> None:
     """The head with its loss, or MLPs, in tiles lower the peak of a pipeline's rank; each rank runs as predicted."""
     wide = built(vocab_size=vocab, intermediate_size=512)
     how: Any = wide, "MODEL", Layout(Ranks(pp=2, vpp=vpp), batch=4), TOKENS, "none", "cpu"
-    plan, planner = plan_of("full", wide), LayoutPlanner(*how)
-    whole, tiled = (LayoutRanks(*how, leave=Leave(tiles=tiles)).configured("full", plan) for tiles in (False, True))
+    plan, spread = plan_of("full", wide), [LayoutRanks(*how, leave=Leave(tiles=tiles)) for tiles in (False, True)]
+    whole, tiled = (ranks.configured("full", plan) for ranks in spread)
     assert not whole.tiled
     assert any(part.rpartition(".")[2] in words.replace("MLP", "mlp") for words in tiled.tiled)
     assert any((part,) == choice.paths for choice in tiled.ranks[1].plan if choice.tiles)
     for before, one in zip(whole.ranks, tiled.ranks, strict=True):
-        assert ran(planner, one) == one.peak_bytes
-        assert ran(planner, before) == before.peak_bytes
+        assert ran(spread[1], one) == one.peak_bytes
+        assert ran(spread[0], before) == before.peak_bytes
     assert tiled.ranks[1].peak_bytes < whole.ranks[1].peak_bytes
 
 
