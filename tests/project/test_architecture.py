@@ -19,6 +19,7 @@ import sys
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 
 import pytest
@@ -90,7 +91,7 @@ WINGS = {
     "around": {"compat", "distributed", "integrations", "doctor", "testing", "__init__"},
     "commands": {"commands", "report", "__main__"},
 }
-MOST_CODE_LINES = {"core": 7_049, "planning": 19_261, "around": 4_604, "commands": 4_415, "tests": 42_282}
+MOST_CODE_LINES = {"core": 7_058, "planning": 19_443, "around": 4_562, "commands": 4_408, "tests": 42_488}
 MOST_FILES, MOST_LONG_FUNCTIONS, LONGEST_FUNCTION, MOST_NAMES_TWICE = 179, 5, 50, 4
 FIRST_SCREEN = 21  # files and folders that the package begins with
 LONG_FUNCTION = 40  # lines without the docstring
@@ -149,7 +150,7 @@ class Module:
         """The first name: the room the file is in."""
         return self.parts[0]
 
-    @property
+    @cached_property
     def tree(self) -> ast.Module:
         """The syntax tree."""
         return ast.parse(self.source, self.path)
@@ -166,6 +167,7 @@ def _package_folder() -> Path:
     return Path(spec.origin).parent
 
 
+@cache
 def package_modules() -> list[Module]:
     """The modules of the package that `import torch_recompute` finds, without importing it."""
     folder = _package_folder()
@@ -400,6 +402,7 @@ def test_contributing_describes_each_room() -> None:
     assert len(ROOMS) <= 20
 
 
+@cache
 def code_lines(source: str) -> int:
     """Returns the number of lines with a token that belongs to no docstring and no comment."""
     docstrings = {

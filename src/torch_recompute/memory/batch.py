@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from .. import _torch, errors
-from .._torch.tensors import each_tensor as each_tensor
 
 
 def _not_a_model(what: str, value: object) -> str:

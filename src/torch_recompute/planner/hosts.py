@@ -207,6 +207,10 @@ class _NoCopies(Direct):
     def fetch(self, host: Any, after: None) -> tuple[torch.Tensor, None]:
         return torch.empty(host.elements, dtype=host.dtype, device=host.device), None
 
+    def same(self, held: Any, first: int, source: torch.Tensor) -> bool:
+        """Whether a copy is that of a tensor as it is: always, since nothing is compared on a device."""
+        return True
+
 
 class HostApart(OnHost):
     """`OnHost` for the fake tensors of one step, on a device that host memory is no part of."""

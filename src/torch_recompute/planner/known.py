@@ -382,7 +382,7 @@ def _text(thing: Any, deep: int = 4) -> str:
 
 
 def _reached(kind: type) -> str:
-    """What the functions of a class reach, as text: they call functions, which read objects."""
+    """The text of all that the functions of a class reach: they call functions, which read objects."""
     return _text(kind, 5)
 
 

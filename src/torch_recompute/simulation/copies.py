@@ -30,8 +30,8 @@ from .. import _torch, errors
 from .._torch.fakes import FakeMaker, FakeTensorMode, fake_like, is_sharded, is_wrapper, over, remade_of
 from .._torch.graphs import gradient_hooks
 from .._torch.storages import is_fake
+from .._torch.tensors import each_tensor
 from ..engine.captures import MANY
-from ..memory.batch import each_tensor
 from ..memory.operations import kind_of
 from ..memory.saved import BeforeWrites, Container, contents
 from .made_up import floats, is_hollow, keeps_values, stays
