@@ -136,6 +136,26 @@ def test_a_step_is_run_and_nothing_is_changed() -> None:
     assert seen == []
 
 
+def test_of_tensors_that_a_loss_reaches_those_it_writes_to_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A running mean is as before; a data set beside it is not copied for that."""
+    data, mean, copied = torch.randn(4096, 8), torch.zeros(8), list[int]()
+    clone = torch.UntypedStorage.clone
+
+    def counted(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        copied.append(storage.nbytes())
+        return clone(storage)
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        mean.add_(output.detach().mean(0))
+        return (output - data[:4] - mean).square().mean()
+
+    monkeypatch.setattr(torch.UntypedStorage, "clone", counted)
+    found = clock(nn.Linear(8, 8), (torch.randn(4, 8),), {}, loss, Plan(), CPU)
+    assert found.backward > 0
+    assert not mean.any()
+    assert copied == [mean.nbytes]
+
+
 def test_forwards_with_and_without_regions_are_compared_under_the_same_conditions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -236,6 +236,7 @@ class BeforeWrites(_torch.TorchDispatchMode):
 
     Attributes:
         open: Those of this process that are shown what simulations run on real tensors.
+        waiting: The storages that are not copied yet, by identity.
         kept: Each storage that was copied, with the copy.
     """
 
@@ -246,20 +247,15 @@ class BeforeWrites(_torch.TorchDispatchMode):
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         super().__init__()
         tensors = list(tensors)
-        self._waiting = {id(one): one for _, one in storages(tensors) if one.device.type != "meta"}
+        self.waiting = {id(one): one for _, one in storages(tensors) if one.device.type != "meta"}
         self._versions = versions_of(tensors)  # a graph around may have saved them
         self.kept: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
 
     def see(self, func: Any, args: Any, kwargs: Any) -> None:
         """Copies what an operation is going to write to."""
         for _, storage in storages(_torch.written_by(func, args, kwargs)):
-            if self._waiting.pop(id(storage), None) is not None:
+            if self.waiting.pop(id(storage), None) is not None:
                 self.kept.append((storage, storage.clone()))
-
-    def keep_all(self) -> None:
-        """Copies them now, where no mode is to be in the way of what runs."""
-        self.kept += [(storage, storage.clone()) for storage in self._waiting.values()]
-        self._waiting.clear()
 
     @contextmanager
     def simulated_ones(self) -> Generator[None]:
