@@ -582,6 +582,27 @@ def test_a_larger_batch_is_planned_with_its_integers(capsys: pytest.CaptureFixtu
     assert "a larger batch came ([128, 32], [2])" in capsys.readouterr().out
 
 
+def test_looking_at_the_first_steps_takes_no_memory() -> None:
+    """The second has the promised peak to the byte: integers are kept only of a call that is larger than planned."""
+    torch.manual_seed(0)
+    ids, rows = torch.randint(10, (64,)), nn.Embedding(10, WIDTH)
+    model = Made(lambda m, ids: m.stack(m.rows(ids)), stack=Stack(), rows=rows)
+    adam = torch.optim.AdamW(model.parameters())
+    plan = auto(model, ids, budget=0.3, optimizer=adam).plan
+
+    def step() -> None:
+        loss = model(ids)
+        loss.backward()
+        adam.step()
+        adam.zero_grad()
+
+    step()
+    with measure(model, adam) as found:
+        found.track(ids)
+        step()
+    assert found.peak_bytes == plan.predicted_peak_bytes
+
+
 def test_a_first_call_that_is_compiled_is_said_to_have_no_plan() -> None:
     """Where torch.compile traces the call that was to be planned, one warning says what to write, and no plan is in."""
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(2)))

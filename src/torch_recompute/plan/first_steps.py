@@ -136,11 +136,11 @@ class _Layout:
         return torch.ones(self.shape, dtype=self.dtype, device=self.device)
 
 
-def _without_floats(leaf: Any) -> Any:
-    """Returns an argument of a call without the memory of its tensor; a copy of a small one of integers."""
+def _without_memory(leaf: Any, integers: bool) -> Any:
+    """Returns an argument without the memory of its tensor; with `integers`, a copy of a small one of these."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    if leaf.is_floating_point() or leaf.is_complex() or leaf.numel() > MOST_VALUES:
+    if not integers or leaf.is_floating_point() or leaf.is_complex() or leaf.numel() > MOST_VALUES:
         return _Layout(leaf.shape, leaf.dtype, leaf.device)
     return leaf.detach().clone()
 
@@ -149,12 +149,18 @@ class _Call:
     """One call of a model: its shapes, the layers that ran, what was there when it began, and its graph."""
 
     def __init__(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], beside: Sequence[_Call] = ()
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        beside: Sequence[_Call],
+        planned: Sequence[tuple[int, ...]],
     ) -> None:
         self.beside = beside  # the calls whose graphs wait for a backward when it begins
-        leaves, self._spec = _torch.tree_flatten((args, kwargs))
-        self._leaves = [*map(_without_floats, leaves)]
         self.shapes = shapes_of(model, args, kwargs)
+        leaves, self._spec = _torch.tree_flatten((args, kwargs))
+        larger = self.exceeds(planned)  # than the planned call, and so to be planned for
+        self._leaves = [_without_memory(leaf, integers=larger) for leaf in leaves]
         self.layers: Counter[str] = Counter()
         self._weights = [weight for weight in model.parameters() if weight.is_leaf]
         self.gradients = any(weight.grad is not None for weight in self._weights)
@@ -275,7 +281,8 @@ class FirstSteps(ForwardWrapper):
             tracing.say(_no_plan(type(self.module).__name__))
         if self.out or compiling or not torch.is_grad_enabled() or _torch.in_backward():
             return self.plain(*args, **kwargs)
-        call = _Call(self.module, args, kwargs, [one for one in self._calls if one.in_flight])
+        beside = [one for one in self._calls if one.in_flight]
+        call = _Call(self.module, args, kwargs, beside, self._shapes or ())
         self._begins(call, (args, kwargs))
         if self.out:
             return self.plain(*args, **kwargs)
