@@ -91,7 +91,7 @@ WINGS = {
     "around": {"compat", "distributed", "integrations", "doctor", "testing", "__init__"},
     "commands": {"commands", "report", "__main__"},
 }
-MOST_CODE_LINES = {"core": 7_058, "planning": 19_450, "around": 4_562, "commands": 4_408, "tests": 42_519}
+MOST_CODE_LINES = {"core": 7_058, "planning": 19_445, "around": 4_562, "commands": 4_408, "tests": 42_519}
 MOST_FILES, MOST_LONG_FUNCTIONS, LONGEST_FUNCTION, MOST_NAMES_TWICE = 179, 5, 50, 4
 FIRST_SCREEN = 21  # files and folders that the package begins with
 LONG_FUNCTION = 40  # lines without the docstring

@@ -205,10 +205,7 @@ class Container(NamedTuple):
                 del container[name]
             container.update(then)
         else:
-            kind: Any = _base_of(container)
-            put = kind.extend if isinstance(container, (list, deque)) else kind.update
-            kind.clear(container)
-            put(container, then if kind in _DICTS else then.values())
+            fill(container, then if isinstance(container, dict) else then.values())
 
 
 _DICTS: tuple[Any, ...] = (OrderedDict, dict)
@@ -216,6 +213,13 @@ _DICTS: tuple[Any, ...] = (OrderedDict, dict)
 
 def _base_of(container: Any) -> Any:
     return next(kind for kind in (*_DICTS, list, set, deque, tuple) if isinstance(container, kind))
+
+
+def fill(container: Any, entries: Any) -> None:
+    """Gives a container other entries in the place of its own; those of a dict are another dict, or pairs."""
+    kind = _base_of(container)
+    kind.clear(container)
+    (kind.extend if kind in (list, deque) else kind.update)(container, entries)
 
 
 def contents(container: Any) -> dict[Any, Any]:
@@ -253,6 +257,8 @@ class BeforeWrites(_torch.TorchDispatchMode):
 
     def see(self, func: Any, args: Any, kwargs: Any) -> None:
         """Copies what an operation is going to write to."""
+        if not self.waiting:
+            return
         for _, storage in storages(_torch.written_by(func, args, kwargs)):
             if self.waiting.pop(id(storage), None) is not None:
                 self.kept.append((storage, storage.clone()))

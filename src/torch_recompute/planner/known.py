@@ -40,12 +40,12 @@ from .. import _torch, errors
 from .._torch.fakes import is_wrapper
 from .._torch.graphs import gradient_hooks
 from .._torch.modes import settings, split_settings
-from ..engine.captures import EMPTY, MANY, content_of
+from ..engine.captures import MANY
 from ..memory.batch import tensors_of_call
 from ..memory.ledger import storages
 from ..memory.operations import kind_of
 from ..plan.plan import Plan
-from ..simulation.copies import is_own, names_in
+from ..simulation.copies import enclosed_by, is_own, names_in
 from ..simulation.made_up import keeps_values
 from ..simulation.training_step import TrainingStep
 from ..stores.measured import full_name
@@ -187,8 +187,8 @@ class _Describer(pickle.Pickler):
 def _function(fn: types.FunctionType) -> dict[str, Any]:
     """A library's function by its name; the user's by its code, what it encloses, its defaults and what it names."""
     if kind_of(fn.__code__.co_filename) != "user":
-        return {"function": f"{fn.__module__}.{fn.__qualname__}", "closure": _cells(fn)}
-    return {"code": _code(fn), "closure": _cells(fn), "defaults": (fn.__defaults__, fn.__kwdefaults__)}
+        return {"function": f"{fn.__module__}.{fn.__qualname__}", "closure": enclosed_by(fn)}
+    return {"code": _code(fn), "closure": enclosed_by(fn), "defaults": (fn.__defaults__, fn.__kwdefaults__)}
 
 
 def _code(fn: types.FunctionType) -> Any:
@@ -214,13 +214,9 @@ def _method(fn: types.FunctionType, deep: int = 4) -> Any:
     """A method of the user's own as any function; else its code, and the functions and values in its decorators."""
     if is_own(fn.__code__.co_filename):
         return _function(fn)
-    cells = _cells(fn)
+    cells = enclosed_by(fn)
     inner = [_method(cell, deep - 1) for cell in cells if deep and isinstance(cell, types.FunctionType)]
     return _code(fn), inner, [cell for cell in cells if type(cell) in _PLAIN]
-
-
-def _cells(fn: types.FunctionType) -> list[Any]:
-    return [content for content in map(content_of, fn.__closure__ or ()) if content is not EMPTY]
 
 
 def _class(kind: type) -> dict[str, Any]:
@@ -391,7 +387,7 @@ def _held(thing: Any) -> Iterable[Any]:
     if isinstance(thing, types.MethodType):
         return _held(thing.__func__)
     if isinstance(thing, types.FunctionType):
-        return *_cells(thing), thing.__defaults__, thing.__kwdefaults__, *_code(thing)[1].values()
+        return *enclosed_by(thing), thing.__defaults__, thing.__kwdefaults__, *_code(thing)[1].values()
     if isinstance(thing, type):
         return [one for one in map(_inner, vars(thing).values()) if type(one) in _VALUES or _own(one)]
     if isinstance(thing, partial):

@@ -31,9 +31,9 @@ from .._torch.fakes import FakeMaker, FakeTensorMode, fake_like, is_sharded, is_
 from .._torch.graphs import gradient_hooks
 from .._torch.storages import is_fake
 from .._torch.tensors import each_tensor
-from ..engine.captures import MANY
+from ..engine.captures import EMPTY, MANY, content_of
 from ..memory.operations import kind_of
-from ..memory.saved import BeforeWrites, Container, contents
+from ..memory.saved import BeforeWrites, Container, contents, fill
 from .made_up import floats, is_hollow, keeps_values, stays
 
 
@@ -237,10 +237,7 @@ def over_copies(value: Any, memo: dict[int, Any]) -> Any:
         return value
     if isinstance(value, _CONTAINERS):
         several = list(map(over, cast("list[Any]", value)))
-        made.clear()
-        (made.extend if isinstance(value, (list, deque)) else made.update)(
-            zip(several, map(over, value.values()), strict=True) if isinstance(value, dict) else several
-        )
+        fill(made, zip(several, map(over, value.values()), strict=True) if isinstance(value, dict) else several)
     else:
         vars(made).update({key: over(one) for key, one in vars(made).items()})
     return made
@@ -286,11 +283,8 @@ def _of_users(value: Any) -> Iterable[Any]:
         modules = list(value.modules())
         return [*map(type, modules), *(held[place] for module in modules for held, place in _functions_of(module))]
     if isinstance(value, type):
-        return (
-            (*value.__bases__, *(getattr(x, "__func__", x) for x in vars(value).values()))
-            if is_own(_file_of(value))
-            else ()
-        )
+        functions = (getattr(x, "__func__", x) for x in vars(value).values())
+        return (*value.__bases__, *functions) if is_own(_file_of(value)) else ()
     if isinstance(value, types.FunctionType):
         return _of_function(value, names=is_own(value.__code__.co_filename))
     if isinstance(value, types.MethodType):
@@ -363,10 +357,13 @@ def _parts(value: Any) -> Iterable[Any]:
     return vars(value).values() if _is_plain(value) else ()
 
 
+def enclosed_by(fn: types.FunctionType) -> list[Any]:
+    """The contents of a function's closure; a cell may be empty still."""
+    return [content for content in map(content_of, fn.__closure__ or ()) if content is not EMPTY]
+
+
 def _of_function(fn: types.FunctionType, names: bool = True) -> Iterator[Any]:
-    for cell in fn.__closure__ or ():
-        with contextlib.suppress(ValueError):  # an empty one
-            yield cell.cell_contents
+    yield from enclosed_by(fn)
     of_module = (fn.__globals__[name] for name in names_in(fn.__code__) if names and name in fn.__globals__)
     functions = types.FunctionType
     yield from (one for one in of_module if not isinstance(one, functions) or one.__globals__ is fn.__globals__)
