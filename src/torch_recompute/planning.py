@@ -321,7 +321,7 @@ class _Planning:
         try:
             least = new_bytes_per_element(planned, weight.dtype)
             return least is not None and bytes_per_element(optimizer, weight) > least
-        except Exception:  # whatever it asks of the weights that it is given
+        except Exception:  # whatever it does with the weights that it is given
             return False
 
     def came(self, handle: Applied) -> None:

@@ -254,7 +254,7 @@ def test_documents(row: Command, capsys: pytest.CaptureFixture[str]) -> None:
 
 @each
 def test_what_may_not_be_asked(row: Command, capsys: pytest.CaptureFixture[str]) -> None:
-    """A wrong option ends with 2, whoever finds it, and leaves stdout empty."""
+    """A wrong option ends with 2, whatever finds it, and leaves stdout empty."""
     try:
         code = run(row.argv, *row.wrong.split())
     except SystemExit as exit_:

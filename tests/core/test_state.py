@@ -562,7 +562,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_the_replay_runs_on_the_stream_of_the_forward(streams: SimpleNamespace) -> None:
-    """Finding 14: whoever asks for the replay, it runs where the forward ran, between the two streams' waits."""
+    """Finding 14: whatever asks for the replay, it runs where the forward ran, between the two streams' waits."""
     seen: list[str] = []
 
     def fn(x: torch.Tensor) -> torch.Tensor:

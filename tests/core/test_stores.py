@@ -250,7 +250,7 @@ def test_inputs_in_a_store_are_not_kept() -> None:
 
 
 def test_handles_are_dropped() -> None:
-    """What `put` returned is let go when the graph is dropped, and after backward when its output is."""
+    """What `put` returned is freed when the graph is dropped, and after backward when its output is."""
     for backward in (False, True):
         store = Noted()
         x = torch.ones(3, requires_grad=True)

@@ -94,7 +94,7 @@ def split(layers: nn.ModuleList, sequence: bool) -> None:
 
 
 def settled(seen: Measurement) -> int:
-    """The bytes alive once gloo's threads have let go of what they sent, a moment after its result is there."""
+    """The bytes alive once gloo's threads have freed what they sent, a moment after its result is there."""
     dist.barrier()  # what was sent before has arrived
     least, last = seen.live_bytes, 0
     for turn in range(25):

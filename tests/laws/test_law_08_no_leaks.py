@@ -217,7 +217,7 @@ def test_the_second_half_frees_what_the_first_kept():
 
 
 def test_weak_references_die_with_the_step():
-    """The function, its arguments and its closure are let go when the graph is: no registry holds them."""
+    """The function, its arguments and its closure are freed when the graph is: no registry holds them."""
 
     class Thing:
         def __call__(self, x):

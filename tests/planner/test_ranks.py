@@ -291,7 +291,7 @@ def ran(spread: LayoutRanks, plan: RankPlan) -> int:
         for action in spread.cut.orders[number]:
             stages.run(action)
     handle.remove()
-    return memory.peak_bytes + 4 * (number == 1)  # the loss, which is let go of here
+    return memory.peak_bytes + 4 * (number == 1)  # the loss, which is freed here
 
 
 @pytest.mark.parametrize("share", ["1TiB", "30%"], ids=["no region", "30%"])
@@ -323,7 +323,7 @@ def test_the_peak_of_a_rank_with_tiles(vpp: int, vocab: int, part: str) -> None:
 class Stages:
     """The chunks of a rank as stages: each takes what the one before sends, and its backward what comes back.
 
-    As in Megatron, what a stage has sent is let go of, and only its place in the graph is kept.
+    As in Megatron, what a stage has sent is freed, and only its place in the graph is kept.
     """
 
     def __init__(self, model: Any, plan: RankPlan, ranks: int) -> None:

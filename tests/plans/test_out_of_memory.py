@@ -162,7 +162,7 @@ def test_a_plan_from_a_file(model: nn.Sequential) -> None:
 
 
 def test_on_cuda(model: nn.Sequential, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CUDA the allocator's books are said, and the budget is what this process can have, less five per cent."""
+    """On CUDA the allocator's figures are said, and the budget is what this process can have, less five per cent."""
     gib = 2**30
     plan, block = planned(model, 0.5)
     apply(model, plan)
