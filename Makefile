@@ -25,7 +25,7 @@ unexport PYTHONPATH
 # Tests start dozens of processes; what the first has compiled of torch and of ours serves the others.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test matrix quick test-gpu browser lint types wheel release-tools release-check bench bench-discard bench-frontier docs pages first-minutes clean
+.PHONY: help demo test test-all house matrix quick test-gpu browser lint types wheel release-tools release-check bench bench-discard bench-frontier docs pages first-minutes clean
 .DELETE_ON_ERROR:
 # Steps share one .venv.
 .NOTPARALLEL:
@@ -37,8 +37,14 @@ demo: $(VENV)/.stamp-installed  ## train a small GPT with and without recomputat
 	@echo "Training a small GPT five ways; figures follow in a table ..."
 	$(BIN)/torch-recompute demo
 
-test: lint types $(VENV)/.stamp-installed browser  ## lint, type check, and the tests against the installed wheel
-	OMP_NUM_THREADS=1 TORCH_RECOMPUTE_TEST_INSTALLED=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --timeout 300 -r s $(PYTEST_ARGS)
+test: lint types $(VENV)/.stamp-installed browser  ## lint, type check, and all but the nightly tests, against the installed wheel
+	OMP_NUM_THREADS=1 TORCH_RECOMPUTE_TEST_INSTALLED=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not nightly" --timeout 300 -q -r s $(PYTEST_ARGS)
+
+test-all: $(VENV)/.stamp-installed $(VENV)/.stamp-dev browser  ## all tests, planted faults and the age of results: a line each; ARGS="WORD" for some
+	$(BIN)/python tools/test_all.py --jobs $(JOBS) $(ARGS)
+
+house: $(VENV)/.stamp-venv  ## the sizes of rooms, files and functions, for whoever wants to look
+	@$(BIN)/python tools/house.py
 
 matrix: $(VENV)/.stamp-base  ## the tests under torch 2.11 to the newest, each in an environment of its own: ARGS="2.11.0 --save"
 	$(BIN)/python tools/matrix.py --jobs $(JOBS) $(ARGS)
@@ -48,7 +54,7 @@ quick: $(VENV)/.stamp-dev  ## in under a minute: lint, types of changed files, a
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/codespell
 	@changed=$$(git diff --name-only --diff-filter=d HEAD -- 'src/*.py'); \
 	if [ -n "$$changed" ]; then $(BIN)/pyright --pythonpath $(BIN)/python $$changed; fi
-	OMP_NUM_THREADS=1 PYTHONPATH=src $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -q tests/laws $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 PYTHONPATH=src $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not nightly" -q tests/laws $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/.stamp-installed $(VENV)/.stamp-dev  ## what only a CUDA device can prove, in a table
 	$(BIN)/python tests/gpu_checks.py $(if $(SAVE),--save $(SAVE))
@@ -98,7 +104,7 @@ first-minutes: $(VENV)/.stamp-dev browser  ## follow the quick start in an empty
 	$(BIN)/python tools/first_minutes.py $(ARGS)
 
 clean:  ## remove every .venv and everything built
-	rm -rf .venv .venv-* dist build site release .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* dist build site release test-all .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.stamp-venv:

@@ -156,9 +156,12 @@ def test_what_is_said_of_the_project_agrees(wheel: zipfile.ZipFile) -> None:
 def test_workflows_are_commands_of_the_makefile(wheel: zipfile.ZipFile) -> None:
     """Workflows run targets that are there, on the Pythons of the metadata; publishing is last, without a token."""
     yaml = pytest.importorskip("yaml")
-    texts = [(ROOT / ".github/workflows" / name).read_text("utf-8") for name in ("ci.yml", "release.yml")]
+    texts = [
+        (ROOT / ".github/workflows" / name).read_text("utf-8") for name in ("ci.yml", "release.yml", "nightly.yml")
+    ]
     pythons = [c.rpartition(" ")[2] for c in metadata(wheel).get_all("Classifier") or [] if re.search(r":: 3\.\d+$", c)]
-    ci, release = (yaml.safe_load(text)["jobs"] for text in texts)
+    ci, release, nightly = (yaml.safe_load(text)["jobs"] for text in texts)
+    assert [*nightly] == ["test-all"]
     assert ci["test"]["strategy"]["matrix"]["python"] == pythons
     for job in (ci["release-check"], release["build"]):
         (installed,) = (s["with"]["python-version"] for s in job["steps"] if "python-version" in s.get("with", {}))
