@@ -22,6 +22,8 @@ from discard.result import MIB, ticks
 from torch_recompute.commands import cli
 from torch_recompute.errors import ArgumentError
 
+pytestmark = pytest.mark.nightly
+
 META = torch.device("meta")
 CPU = torch.device("cpu")
 TINY = Config(n_layers=(1, 2), d_model=8, d_ff=32, batch=2, seq=20, iters=2, scale=1, device="cpu")

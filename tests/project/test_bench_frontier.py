@@ -26,6 +26,8 @@ from torch_recompute import measure
 from torch_recompute.commands import cli
 from torch_recompute.errors import ArgumentError
 
+pytestmark = pytest.mark.nightly
+
 TINY = Config(layers=2, width=64, tokens=32, batch=2, rounds=1, price="flops")
 SIZE = (TINY.layers, TINY.width, TINY.tokens, TINY.batch)
 

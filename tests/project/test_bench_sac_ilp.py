@@ -13,6 +13,8 @@ from frontier.models import build
 from frontier.sac_ilp import NoPolicyError, Policy, Statistics, prepare
 from frontier.ways import PLAIN, Way, peers
 
+pytestmark = pytest.mark.nightly
+
 SIZE = ("gpt", 2, 64, 32, 2)
 
 

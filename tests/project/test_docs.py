@@ -26,7 +26,27 @@ OF_OTHERS = {
     *("timm", "torchtitan", "deepspeed"),
 }
 
-each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+# Pages whose code takes seconds.
+LONG_PAGES = {
+    *("docs/index.md", "docs/plan.md", "docs/compile.md", "docs/distributed.md", "docs/elastic.md"),
+    *("docs/huggingface.md", "docs/solved/budgets-with-dropout.md"),
+}
+
+
+def page_name(page: Path) -> str:
+    """The path of a page in the repository."""
+    return page.relative_to(ROOT).as_posix()
+
+
+def pages_with_code() -> Iterator[Any]:
+    """Yields the pages with Python in them, those that take seconds for the nightly run."""
+    for page in PAGES:
+        if BLOCK.search(page.read_text(encoding="utf-8")):
+            long = page_name(page) in LONG_PAGES or page.parent.name == "integrations"
+            yield pytest.param(page, marks=pytest.mark.nightly if long else (), id=page_name(page))
+
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=page_name)
 
 
 def blocks(page: Path) -> list[tuple[int, str]]:
@@ -49,7 +69,7 @@ def no_process_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@each_page
+@pytest.mark.parametrize("page", [*pages_with_code()])
 @pytest.mark.usefixtures("no_process_group")
 def test_code_runs(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The Python blocks of a page run from top to bottom, without a warning, and what is said of output is so."""

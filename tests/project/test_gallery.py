@@ -26,6 +26,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example(

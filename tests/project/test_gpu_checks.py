@@ -18,6 +18,7 @@ def test_without_a_device_nothing_is_passed(
     assert f"0 of {len(CHECKS)} checks ran, none is passed" in said
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("chosen", [c for c in CHECKS if c.acts], ids=lambda c: c.title)
 def test_what_a_cpu_can_act_is_right_there(chosen: Check) -> None:
     """The checks themselves run: on a CPU, at a small size, each finds what it looks for."""

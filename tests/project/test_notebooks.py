@@ -20,6 +20,7 @@ def kinds(notebook: Any) -> list[list[tuple[str, ...]]]:
     return [[kind(one) for one in cell["outputs"]] for cell in notebook["cells"] if cell["cell_type"] == "code"]
 
 
+@pytest.mark.nightly
 def test_notebooks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each cell runs without an error, and has the kinds of outputs that the repository keeps."""
     why = "the kernel of notebooks is not installed (its pin needs Python 3.11)"

@@ -13,6 +13,8 @@ import pytest
 
 from support.files import module_at
 
+pytestmark = pytest.mark.nightly
+
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "release_check.py"
 HOME = "https://host/project"
