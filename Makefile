@@ -25,7 +25,7 @@ unexport PYTHONPATH
 # Tests start dozens of processes; what the first has compiled of torch and of ours serves the others.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-all house matrix quick test-gpu browser lint types wheel release-tools release-check bench bench-discard bench-frontier docs pages first-minutes clean
+.PHONY: help demo test test-all house matrix quick faults test-gpu browser lint types wheel release-tools release-check bench bench-discard bench-frontier docs pages first-minutes clean
 .DELETE_ON_ERROR:
 # Steps share one .venv.
 .NOTPARALLEL:
@@ -55,6 +55,10 @@ quick: $(VENV)/.stamp-dev  ## in under a minute: lint, types of changed files, a
 	@changed=$$(git diff --name-only --diff-filter=d HEAD -- 'src/*.py'); \
 	if [ -n "$$changed" ]; then $(BIN)/pyright --pythonpath $(BIN)/python $$changed; fi
 	OMP_NUM_THREADS=1 PYTHONPATH=src $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not nightly" -q tests/laws $(PYTEST_ARGS)
+
+# Rows say something of the tests only if their authors have not read them.
+faults: $(VENV)/.stamp-dev  ## one-line faults, and the test that catches each: ARGS="--list"
+	$(BIN)/python tools/plant_faults.py --jobs $(JOBS) $(ARGS)
 
 test-gpu: $(VENV)/.stamp-installed $(VENV)/.stamp-dev  ## what only a CUDA device can prove, in a table
 	$(BIN)/python tests/gpu_checks.py $(if $(SAVE),--save $(SAVE))

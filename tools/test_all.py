@@ -4,8 +4,9 @@
     python tools/test_all.py distributed docs   # only parts whose names hold one of these words
 
 `make test` answers in minutes, so it runs the tests that are not marked `nightly`. This program runs them, then the
-marked ones folder by folder, and a thousand random programs in place of three hundred. What a part printed is in
-`test-all/`; a part that fails ends nothing but is shown with its last lines.
+marked ones folder by folder, a thousand random programs in place of three hundred, and the planted faults of
+`plant_faults.py`. What a part printed is in `test-all/`; a part that fails is shown with its last lines, and the next
+one runs.
 
 Exit status: 0 if every part passed, 1 if one failed, 2 if no part has such a name.
 """
@@ -67,6 +68,7 @@ def parts(jobs: str) -> list[Part]:
             (*pytest, "tests/laws/test_random_programs.py", "tests/laws/test_elastic.py"),
             {**INSTALLED, "TORCH_RECOMPUTE_PROGRAMS": "1000"},
         ),
+        Part("planted faults", (sys.executable, "tools/plant_faults.py", "--jobs", jobs), shown=True),
     ]
 
 

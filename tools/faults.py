@@ -1,0 +1,304 @@
+"""The faults that `plant_faults.py` plants: one line each, as a careless change would leave it.
+
+A row is chosen by somebody who has read the package and no test, so that what catches it says something of the tests.
+The changed line is one that runs, and a user would feel it: another gradient, bytes that stay, a promise that does not
+hold, an error that does not come. Nothing here breaks the import or every use.
+
+`old` occurs once in its file. Where code moves, the row moves with it: `tests/project/test_planted_faults.py` holds
+each row to the source.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Fault(NamedTuple):
+    """One fault.
+
+    Attributes:
+        name: Names the row on the command line.
+        file: The file, below `src/torch_recompute`.
+        old: The text that is replaced.
+        new: The fault.
+        breaks: What a user would feel.
+        tests: Where it should be seen: files and folders below `tests`, in the order in which they run.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    breaks: str
+    tests: str
+
+
+FAULTS = (
+    # --- engine/, region.py ---
+    Fault(
+        "generator-after-replay",
+        "engine/replay_state.py",
+        "stack.callback(ambient.restore, ambient.capture())",
+        "stack.callback(ambient.restore, before)",
+        "after a replay the generator stands where the forward began: the next step draws the same numbers again",
+        "laws/test_law_05_random_numbers.py laws/test_law_05_world.py core/test_state.py",
+    ),
+    Fault(
+        "frozen-bias-changed",
+        "engine/replay_state.py",
+        "if now != version and (seen.surely or _is_waited_for(seen.tensor)):",
+        "if now != version and (seen.surely and _is_waited_for(seen.tensor)):",
+        "a frozen bias, or a tensor of a closure, is changed in place before backward: a wrong gradient, silently",
+        "laws/test_law_05_changes.py laws/test_law_05_modules.py core/test_captures.py core/test_state.py",
+    ),
+    Fault(
+        "states-lock",
+        "engine/replay_state.py",
+        "_exclusive = threading.RLock()",
+        "_exclusive = contextlib.nullcontext()",
+        "two threads replay at once and set one generator: dropout differs from its forward",
+        "laws/test_law_11_threads.py core/test_state.py",
+    ),
+    Fault(
+        "stop-before-kernel",
+        "engine/region_call.py",
+        "if finished or (differentiable and self._unfinished != sequence_number()) or self._is_whole():",
+        "if finished or differentiable or self._is_whole():",
+        "a replay ends before the kernel that fills a buffer it has saved (RReLU's noise): a wrong gradient",
+        "laws/test_law_06_early_stop.py laws/test_law_01_gradients.py laws/test_random_programs.py",
+    ),
+    Fault(
+        "read-slot-stays",
+        "engine/region_call.py",
+        "slot.tensor = weakref.ref(tensor)",
+        "slot.tensor = tensor",
+        "with retain_graph=True all that a replay rebuilds stays to the end of backward: the peak of a plain step",
+        "laws/test_law_08_no_leaks.py laws/test_law_06_early_stop.py laws/test_law_03_one_graph_task.py",
+    ),
+    Fault(
+        "last-output-stays",
+        "engine/region_call.py",
+        "call.not_needed = call.key >= need",
+        "call.not_needed = call.key > need",
+        "the output of a region's last saved call, which no replay gets as far as, is kept in every layer",
+        "core/test_dropped_outputs.py laws/test_law_06_early_stop.py laws/test_law_08_no_leaks.py "
+        "plans/test_kept_calls.py",
+    ),
+    Fault(
+        "view-for-its-base",
+        "engine/saved_call.py",
+        "place = WHOLE if tensor is base else geometry(tensor, base)",
+        "place = WHOLE if tensor.shape == base.shape else geometry(tensor, base)",
+        "a saved call that transposes a square input has it back as it was, not transposed: a wrong gradient",
+        "laws/test_law_01_one_tensor_many_names.py laws/test_law_01_gradients.py core/test_arguments.py "
+        "laws/test_random_programs.py",
+    ),
+    Fault(
+        "state-for-generators",
+        "region.py",
+        "options = Options(label, inputs, (*DEFAULT, *state), check, early_stop",
+        "options = Options(label, inputs, tuple(state) or DEFAULT, check, early_stop",
+        "state=[NumpyRng()] takes the place of PyTorch's generators: dropout in the region differs in the replay",
+        "core/test_state.py laws/test_law_05_random_numbers.py laws/test_law_05_world.py",
+    ),
+    # --- state/ ---
+    Fault(
+        "numbers-of-saved-calls",
+        "state/__init__.py",
+        "for (ambient, now), old in zip(after, before, strict=True)",
+        "for (ambient, old), now in zip(after, before, strict=True)",
+        "what a saved call has drawn is drawn again by what follows it in the replay: dropout differs",
+        "laws/test_law_05_random_numbers.py core/test_state.py core/test_values.py plans/test_kept_calls.py",
+    ),
+    Fault(
+        "statistics-go-back",
+        "state/__init__.py",
+        "stack.callback(_put, [(tensors, _clones(tensors)) for tensors, _ in targets])",
+        "stack.callback(_put, [(tensors, values) for tensors, values in targets])",
+        "after a replay the running statistics of a BatchNorm are those from before the forward: the step is lost",
+        "laws/test_law_05_modules.py laws/test_law_05_world.py core/test_state.py",
+    ),
+    Fault(
+        "another-calls-record",
+        "state/values.py",
+        "if not isinstance(record, kind) or record.name != name:",
+        "if not isinstance(record, kind) and record.name != name:",
+        "a replay that takes another branch is given the result of another saved call, without an error",
+        "laws/test_law_09_mismatch.py core/test_values.py laws/test_law_07_nesting.py",
+    ),
+    Fault(
+        "inner-observer-alone",
+        "state/observer.py",
+        "here.observers = Observers((*(() if before is None else before.each), *observers))",
+        "here.observers = Observers(observers)",
+        "who watches a step no longer sees the regions that something inside watches too: figures are missing",
+        "core/test_observer.py plans/test_applied_report.py memory/test_measure.py",
+    ),
+    # --- stores/ ---
+    Fault(
+        "changed-before-put",
+        "stores/store.py",
+        "self._versions = self._versions[0], version_of(self._tensor)",
+        "self._versions = version_of(self._tensor), version_of(self._tensor)",
+        "what a saved call changes in place after autograd has saved it is stored changed: a wrong gradient, silently",
+        "core/test_stores.py core/test_offload.py core/test_disk.py",
+    ),
+    Fault(
+        "room-for-one-less",
+        "stores/host.py",
+        "self._bytes + copied > self.at_most",
+        "self._bytes + copied >= self.at_most",
+        "a tensor that exactly fills at_most= stays on the device",
+        "core/test_offload.py core/test_stores.py core/test_disk.py",
+    ),
+    Fault(
+        "one-more-leaving",
+        "stores/transfers.py",
+        "while len(mine.leaving) > ahead:",
+        "while len(mine.leaving) > ahead + 1:",
+        "what one more region has sent than ahead= says stays on the device: a higher peak",
+        "core/test_offload.py core/test_disk.py planner/test_host_memory.py",
+    ),
+    Fault(
+        "read-before-it-is-there",
+        "stores/disk.py",
+        '"""Waits until all is read."""\n        _wait(mark.blocks)',
+        '"""Waits until all is read."""',
+        "backward goes on while its tensors are still read from the disk, and errors of reading are lost",
+        "core/test_disk.py",
+    ),
+    # --- memory/ ---
+    Fault(
+        "rounded-down",
+        "memory/ledger.py",
+        "entry.exact, nbytes = exact, -(-exact // self._rounding) * self._rounding",
+        "entry.exact, nbytes = exact, exact // self._rounding * self._rounding",
+        "a simulation for CUDA counts no part of a block that is smaller than 512 bytes: the peak is too low",
+        "memory/test_simulate.py memory/test_measure.py planner/test_predicted_peak.py",
+    ),
+    Fault(
+        "one-mebibyte-apart",
+        "memory/reserved.py",
+        "self._small if size <= _MIB else self._large",
+        "self._small if size < _MIB else self._large",
+        "tensors of exactly 1 MiB are put into the wrong segments: the reserved memory is not that of the allocator",
+        "memory/test_reserved.py",
+    ),
+    Fault(
+        "slack-does-nothing",
+        "memory/elastic.py",
+        "return round(self.limit * (1 - self.slack))",
+        "return self.limit",
+        "Elastic(slack=) leaves nothing free under the limit",
+        "memory/test_elastic.py core/test_elastic_regions.py laws/test_elastic.py",
+    ),
+    Fault(
+        "accumulated-gradients",
+        "memory/loop.py",
+        "return self.accumulate > 1 or not self.set_to_none",
+        "return self.accumulate > 1 and not self.set_to_none",
+        "with accumulate=4 the gradients of earlier microbatches are not counted in forward: the peak is too low",
+        "memory/test_simulate.py memory/test_closed_forms.py planner/test_predicted_peak.py",
+    ),
+    # --- simulation/ ---
+    Fault(
+        "one-storage-counted-twice",
+        "simulation/copies.py",
+        "identity, whole = _torch.storage_id(tensor), tensor.untyped_storage()",
+        "identity, whole = id(tensor), tensor.untyped_storage()",
+        "weights that are views of one memory count once each: the peak is too high",
+        "memory/test_simulate.py planner/test_unusual_layers.py planner/test_predicted_peak.py",
+    ),
+    Fault(
+        "gradients-nobody-clears",
+        "simulation/step.py",
+        "(self._optimizer or self._model).zero_grad()",
+        "self._model.zero_grad()",
+        "gradients of weights that the optimizer does not hold are not counted: the peak is too low",
+        "memory/test_optimizer_states.py memory/test_simulate.py planner/test_predicted_peak.py",
+    ),
+    Fault(
+        "states-on-the-host",
+        "simulation/step.py",
+        "host_bytes=max(part.on(APART).peak_bytes for part in self._parts)",
+        "host_bytes=first.on(APART).peak_bytes",
+        "of an optimizer in host memory only the gradients count: the states there are left out",
+        "memory/test_optimizer_states.py planner/test_configurations.py planner/test_host_memory.py "
+        "commands/test_states_options.py",
+    ),
+    # --- planner/ ---
+    Fault(
+        "budget-met-exactly",
+        "planner/solve.py",
+        'side="right"',
+        'side="left"',
+        "a choice that takes exactly the budget is passed over, and the least budget is answered by a plan above it",
+        "planner/test_solver.py planner/test_make_plan.py laws/test_planner.py",
+    ),
+    Fault(
+        "bound-too-high",
+        "planner/bound.py",
+        "(1 - s) * rest for s in SHARES",
+        "rest for s in SHARES",
+        "the lower bound is above what a plan reaches, and plans are called optimal that are not",
+        "planner/test_lower_bound.py planner/test_solver.py laws/test_planner.py",
+    ),
+    Fault(
+        "offload-for-free",
+        "planner/planner.py",
+        "seconds = here.seconds + wait",
+        "seconds = here.seconds",
+        "waiting for host memory costs nothing in a plan, so slow links are chosen before quick replays",
+        "planner/test_host_memory.py planner/test_make_plan.py",
+    ),
+    Fault(
+        "running-half-twice",
+        "planner/schedules.py",
+        "self.action.kind in (BACKWARD, INPUTS)",
+        "self.action.kind == BACKWARD",
+        "under zero-bubble schedules the running microbatch counts twice: the peak of a rank is too high",
+        "planner/test_schedules.py planner/test_stages.py planner/test_ranks.py",
+    ),
+    Fault(
+        "frozen-since-the-last-plan",
+        "planner/known.py",
+        'found["grad"], found["attributes"] = tensor.requires_grad, vars(tensor)',
+        'found["attributes"] = vars(tensor)',
+        "after layers are frozen, make_plan returns the plan from before",
+        "planner/test_repeated_planning.py planner/test_no_side_effects.py",
+    ),
+    # --- plan/ ---
+    Fault(
+        "replica-left-behind",
+        "plan/wrappers.py",
+        "if here.get(REPLICATE) == self.replica:",
+        "if here.get(REPLICATE) is self.replica:",
+        "after handle.remove() every module still has an attribute of the plan, and nn.DataParallel fails",
+        "plans/test_apply.py plans/test_units.py",
+    ),
+    Fault(
+        "norm-behind-the-mlp",
+        "plan/labels.py",
+        "norms[len(norms) // 2 if mlp else 0]",
+        "norms[-1 if mlp else 0]",
+        "where layers have norms on both sides, offloading mlp_norm takes the one behind the MLP",
+        "plans/test_labels.py plans/test_megatron_settings.py",
+    ),
+    Fault(
+        "dropout-by-position",
+        "plan/calls.py",
+        'pure = not (args[4] if len(args) > 4 else kwargs.get("dropout_p"))',
+        'pure = not kwargs.get("dropout_p")',
+        "a kept attention whose dropout is given by position leaves the generator behind: later dropout differs",
+        "plans/test_kept_calls.py plans/test_labels.py laws/test_law_05_random_numbers.py",
+    ),
+    # --- compat/ ---
+    Fault(
+        "early-stop-of-torch",
+        "compat/torch_utils.py",
+        "early_stop=early_stop if stop is None else stop",
+        "early_stop=early_stop if not stop else stop",
+        "torch's set_checkpoint_early_stop(False) has no effect",
+        "compat/test_checkpoint.py compat/test_checkpoint_in_libraries.py",
+    ),
+)
