@@ -25,11 +25,35 @@ def step(model: nn.Module, call: Callable[[], torch.Tensor], optimizer: torch.op
         optimizer.zero_grad()
 
 
-def gradients(model: nn.Module, *args: Any) -> list[torch.Tensor]:
-    """The gradients of a step whose loss is what the model returns."""
-    model.zero_grad()
-    model(*args).backward()
-    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+def gradients(
+    model: nn.Module,
+    *args: Any,
+    run: Callable[..., Any] | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    **kwargs: Any,
+) -> list[torch.Tensor]:
+    """The loss of one step, then its gradients: of the arguments that require one, and of the model's parameters.
+
+    Args:
+        model: The model; what it accumulates before and afterwards is forgotten.
+        args: The arguments of its call; random numbers are the same each time.
+        run: What is called in the model's place, such as a region around it.
+        loss: Of what the model returns; by default that itself, or the sum of its squares.
+        kwargs: The keyword arguments.
+    """
+    given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+    leaves = [value for value in (*given, *model.parameters()) if value.requires_grad and value.is_leaf]
+    for leaf in leaves:
+        leaf.grad = None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        out = (run or model)(*args, **kwargs)
+        value = loss(out) if loss is not None else out if out.dim() == 0 else out.square().sum()
+        value.backward()
+    found = [leaf.grad for leaf in leaves if leaf.grad is not None]
+    for leaf in leaves:
+        leaf.grad = None
+    return [value.detach(), *found]
 
 
 def assert_same(some: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> None:
