@@ -201,7 +201,7 @@ class Scaled(nn.Module):
 
 
 def test_decorator_form() -> None:
-    """Finding of torch 2.14: without a function it returns a decorator, for functions, methods and modules."""
+    """Without a function it returns a decorator, for functions, methods and modules."""
     torch.manual_seed(0)
     model = Scaled()
     plain = gradients(lambda x: (model.linear(x).tanh() * 2.0).exp(), *model.parameters())
@@ -271,7 +271,7 @@ def users_hooks() -> Any:
 
 
 def test_torch_sees_the_users_hooks_through_ours() -> None:
-    """Finding of torch 2.14: the hooks of regions, saved calls and replays are not taken for hooks of the user."""
+    """The hooks of regions, saved calls and replays are not taken for hooks of the user."""
     found: list[Any] = []
     mine = (lambda tensor: tensor.clone(), lambda tensor: tensor)
 
@@ -296,7 +296,7 @@ AWARE = hasattr(theirs, "_current_user_saved_tensors_hooks")
 @pytest.mark.skipif(not AWARE, reason="selective contexts respect hooks from torch 2.14 on")
 @pytest.mark.parametrize("respect", [None, False, True])
 def test_respect_saved_tensors_hooks(respect: bool | None) -> None:
-    """Finding of torch 2.14: what a policy saves passes through the user's hooks if asked to; unsaid, torch warns."""
+    """What a policy saves passes through the user's hooks if asked to; unsaid, torch warns."""
     module, packed = mlp(), []
     contexts = functools.partial(create_selective_checkpoint_contexts, SELECTIVE["list of operations"])
     options = {} if respect is None else {"respect_saved_tensors_hooks": respect}

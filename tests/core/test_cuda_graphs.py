@@ -133,7 +133,7 @@ def test_forward_and_replay_in_one_graph(acted: Acted) -> None:
 
 
 def test_a_generator_that_the_graph_does_not_know(acted: Acted) -> None:
-    """Finding 21: a region that reaches an explicit generator, and does not draw from it, is captured all the same.
+    """A region that reaches an explicit generator, and does not draw from it, is captured all the same.
 
     torch does not say where a generator is that was not registered with the graph, and lets nobody draw from it.
     """

@@ -68,7 +68,7 @@ def x() -> torch.Tensor:
 
 @pytest.mark.parametrize("keep", [(), ("@collective",), ("@product",)])
 def test_an_applied_plan_runs_it(keep: tuple[str, ...]) -> None:
-    """Finding 4: no mode that a placed region enters stops at an operator of functions; gradients stay the same."""
+    """No mode that a placed region enters stops at an operator of functions; gradients stay the same."""
     model = Net()
     plain = gradients(model, x())
     handle = apply(model, Plan(tuple(Choice((f"layers.{i}",), keep=keep) for i in range(2))))
@@ -78,7 +78,7 @@ def test_an_applied_plan_runs_it(keep: tuple[str, ...]) -> None:
 
 
 def test_the_debug_mode_of_checkpoint_runs_it() -> None:
-    """Finding 4: `debug=True` writes it down as an operation."""
+    """`debug=True` writes it down as an operation."""
     block, y = Block(False), x().requires_grad_()
     checkpoint(block, y, use_reentrant=False, debug=True).sum().backward()
     assert y.grad is not None
@@ -146,7 +146,7 @@ class Raising(TorchDispatchMode):
 
 
 def test_a_formula_that_raises_counts_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finding 3: a step under a plan goes on where PyTorch's formula raises, as torch 2.11's does for grouped heads."""
+    """A step under a plan goes on where PyTorch's formula raises, as torch 2.11's does for grouped heads."""
 
     def raises(*_: Any, **__: Any) -> int:
         raise AssertionError("sdpa_flop_count: query/key/value shapes are incompatible")
@@ -164,7 +164,7 @@ def test_a_formula_that_raises_counts_none(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn"])
 def test_grouped_heads_are_counted(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """Finding 3: attention is counted from its shapes, whatever PyTorch's formula says of grouped heads."""
+    """Attention is counted from its shapes, whatever PyTorch's formula says of grouped heads."""
     q, k, v = (torch.empty(2, heads, 8, width, device="meta") for heads, width in ((4, 6), (2, 6), (2, 10)))
     forward, backward = (
         getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention{end}") for end in ("", "_backward")
@@ -177,7 +177,7 @@ def test_grouped_heads_are_counted(monkeypatch: pytest.MonkeyPatch, kind: str) -
 
 
 def test_packed_sequences_are_counted_without_reading_their_lengths() -> None:
-    """Finding 3: counting waits for no device: lengths of packed sequences are not read."""
+    """Counting waits for no device: lengths of packed sequences are not read."""
     tokens, starts = torch.empty(10, 2, 4), torch.tensor([0, 4, 10])
     with Raising():
         found = flops(

@@ -190,7 +190,7 @@ def test_tensors_come_back_one_region_ahead(lane: Lazy, ahead: int) -> None:
 
 
 def test_each_reader_waits_for_the_copy(lane: Lazy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finding 14: who opens memory that has come back already may be on another stream, and waits for the copy too."""
+    """A reader of memory that has come back already may be on another stream, and waits for the copy too."""
     arrived: list[int] = []
     monkeypatch.setattr(lane, "arrive", lambda tensor, mark: (mark.run(), arrived.append(tensor.data_ptr())))
     store = OnHost(ahead=0)
@@ -566,7 +566,7 @@ def test_without_a_device_it_is_said_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_driver_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finding 26: whether there is a device is asked for the first tensor, not for each one."""
+    """Whether there is a device is asked for the first tensor, not for each one."""
     asked: list[int] = []
     monkeypatch.setattr(host, "_said", [])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: not asked.append(1))

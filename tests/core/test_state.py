@@ -338,7 +338,7 @@ class FirstChoice(torch.autograd.Function):
 
 @pytest.mark.parametrize("check", ["metadata", "none"])
 def test_the_first_attention_of_a_process_may_choose_its_kernel(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finding 1: a priority order that the forward itself set for good is what its replay finds, nested regions too."""
+    """A priority order that the forward itself set for good is what its replay finds, nested regions too."""
     order = torch._C._get_sdp_priority_order()
     monkeypatch.setattr(FirstChoice, "decided", False)
     attend = recompute(lambda x: FirstChoice.apply(x.sin()).exp(), check=check)
@@ -352,7 +352,7 @@ def test_the_first_attention_of_a_process_may_choose_its_kernel(check: str, monk
 
 
 def test_an_order_around_the_forward_is_not_its_own() -> None:
-    """Finding 1: inside `sdpa_kernel` a region finds that order in its replay, and leaves the present one alone."""
+    """Inside `sdpa_kernel` a region finds that order in its replay, and leaves the present one alone."""
     seen: list[Any] = []
 
     def fn(x: torch.Tensor) -> torch.Tensor:
@@ -447,7 +447,7 @@ def script(text: str) -> None:
 
 
 def test_float32_precision_in_every_spelling() -> None:
-    """Finding 2: the replay finds the forward's precision of float32 whichever interface set it, and leaves none set.
+    """The replay finds the forward's precision of float32 whichever interface set it, and leaves none set.
 
     What a replay under another precision left behind would stop inheriting.
     """
@@ -469,7 +469,7 @@ BUILT_FOR = """
 
 
 def test_importing_starts_no_driver() -> None:
-    """Finding 6: on a build for CUDA, neither the import nor a region on the CPU asks the driver for anything."""
+    """On a build for CUDA, neither the import nor a region on the CPU asks the driver for anything."""
     script(
         textwrap.dedent(BUILT_FOR.format(device="cuda"))
         + textwrap.dedent("""
@@ -489,12 +489,12 @@ def test_importing_starts_no_driver() -> None:
     [("", False), ("gpu", True), ("gpu and not slow", True), ("not gpu", False), ("gpus", False)],
 )
 def test_which_runs_ask_for_a_device(expression: str, asked: bool) -> None:
-    """Finding 26: `-m gpu` asks for the machine's devices; other runs of the tests do not, and see none."""
+    """`-m gpu` asks for the machine's devices; other runs of the tests do not, and see none."""
     assert asks_for_a_device(expression) is asked
 
 
 def test_other_runs_see_no_device(pytestconfig: pytest.Config) -> None:
-    """Finding 26: this run sees the machine's devices if `-m gpu` was given; else none, on any machine."""
+    """This run sees the machine's devices if `-m gpu` was given; else none, on any machine."""
     if not asks_for_a_device(pytestconfig.getoption("markexpr")):
         assert not torch.cuda.is_available()
 
@@ -515,7 +515,7 @@ class Accelerator:
 
 
 def test_random_numbers_of_other_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finding 8: a replay on MPS, NPU, HPU or MTIA draws what the forward drew, and leaves the generators alone."""
+    """A replay on MPS, NPU, HPU or MTIA draws what the forward drew, and leaves the generators alone."""
     npu = Accelerator()
     monkeypatch.setattr(devices, "ACCELERATOR", "npu")
     monkeypatch.setattr(torch, "npu", npu, raising=False)
@@ -562,7 +562,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_the_replay_runs_on_the_stream_of_the_forward(streams: SimpleNamespace) -> None:
-    """Finding 14: whatever asks for the replay, it runs where the forward ran, between the two streams' waits."""
+    """Whatever asks for the replay, it runs where the forward ran, between the two streams' waits."""
     seen: list[str] = []
 
     def fn(x: torch.Tensor) -> torch.Tensor:
@@ -580,7 +580,7 @@ def test_the_replay_runs_on_the_stream_of_the_forward(streams: SimpleNamespace) 
 
 
 def test_a_reader_on_another_stream_waits(streams: SimpleNamespace) -> None:
-    """Finding 14: what a region rebuilt on a side stream is read on another one only after a wait, and recorded there.
+    """What a region rebuilt on a side stream is read on another one only after a wait, and recorded there.
 
     The function makes a stream of its own in each run, so what was recorded in the replay is on another than the nodes.
     """
@@ -601,7 +601,7 @@ def test_a_reader_on_another_stream_waits(streams: SimpleNamespace) -> None:
 
 
 def test_equal_streams_cost_no_wait(streams: SimpleNamespace) -> None:
-    """Finding 14: where forward and backward run on one stream nobody waits."""
+    """Where forward and backward run on one stream nobody waits."""
     streams.now = streams.stream("main")
     recompute(lambda x: no_recompute(torch.cos)(x.sin().exp()).exp())(vector()).sum().backward()
     assert not streams.waits
@@ -636,7 +636,7 @@ class Launches(TorchDispatchMode):
 
 @pytest.mark.parametrize(("older", "device"), [(False, False), (True, False), (False, True), (True, True)])
 def test_running_statistics_take_few_operations(older: bool, device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finding 17: in a block of three BatchNorms what is put back adds a handful of operations to the replay's own.
+    """In a block of three BatchNorms what is put back adds a handful of operations to the replay's own.
 
     Also before torch 2.12, which has no operation that copies several tensors; on a device, five for each dtype less
     one, since only floating-point statistics are saved for backward.

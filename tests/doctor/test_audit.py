@@ -634,7 +634,7 @@ def test_a_call_of_no_region_is_refused() -> None:
 
 
 def test_what_the_engine_cannot_watch_is_found_where_the_model_changes_it() -> None:
-    """Issue item 0: a tensor two attributes deep, changed in place by a later layer, is named by the audit."""
+    """A tensor two attributes deep, changed in place by a later layer, is named by the audit."""
     holder = Holder(torch.ones(WIDTH))
 
     class Scaled(nn.Module):

@@ -78,7 +78,7 @@ def _mix(x: torch.Tensor, other: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("place", ["argument", "keyword", "element", "closure"])
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_of_a_tensor_with_two_names(way: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Issue item 0: gradients are the plain call's to the bit, whatever else the region's input is."""
+    """Gradients are the plain call's to the bit, whatever else the region's input is."""
     x = torch.linspace(-1.0, 1.0, 6).reshape(2, 3).clone()  # no view: those are known by their memory
     monkeypatch.setitem(globals(), "GIVEN", x)
     monkeypatch.setattr(HELD, "tensor", x)

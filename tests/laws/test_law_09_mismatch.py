@@ -121,7 +121,7 @@ class Attention(torch.autograd.Function):
 
 
 def test_what_no_kernel_has_written_is_not_compared():
-    """Finding 9: unwritten seeds and offsets of fused attention are no mismatch; positions in an index are."""
+    """Unwritten seeds and offsets of fused attention are no mismatch; positions in an index are."""
     x = ones(4)
     recompute(lambda x: Attention.apply(x.exp()).exp(), check="values")(x).sum().backward()
     assert torch.equal(x.grad, torch.autograd.grad(x.exp().sin().exp().sum(), x)[0])

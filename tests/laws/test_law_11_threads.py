@@ -33,7 +33,7 @@ def in_threads(tasks):
 
 
 def test_a_call_that_ends_on_another_thread(monkeypatch):
-    """Finding 26: that a backward call was a half is known when it ends, on whichever device's thread that is."""
+    """That a backward call was a half is known when it ends, on whichever device's thread that is."""
     ends, told = [], []
 
     class Told:
