@@ -163,10 +163,10 @@ def test_reentrant_is_taken(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:use_reentrant=True runs")
 def test_reentrant_works_where_torchs_does_not() -> None:
     """Keyword arguments, `autograd.grad`, inputs without grad, and BatchNorm: one engine, with the plain gradients."""
-    norm, x = nn.BatchNorm1d(6), torch.ones(4, 6)
-    taken(norm, x).sum().backward()
-    assert norm.weight.grad is not None
+    norm, x = nn.BatchNorm1d(6), torch.linspace(0, 1, 24).view(4, 6)
+    taken(norm, x).exp().sum().backward()
     assert norm.num_batches_tracked == 1
+    assert torch.equal(norm.weight.grad, torch.autograd.grad(norm(x).exp().sum(), norm.weight)[0])
     fn = Turns(lambda x, scale: (x * scale).exp())
     assert equal(gradients(lambda x: taken(fn, x, scale=2.0)), gradients(lambda x: (x * 2.0).exp()))
     assert fn.calls == 2

@@ -218,13 +218,17 @@ def test_looking_calls_no_user_code() -> None:
             raise AssertionError("asked for truth")
 
         def __call__(self, x: torch.Tensor) -> torch.Tensor:
-            return x.sin().exp()
+            return self.held(x)
 
     touchy = Touchy()
-    reach(touchy)
-    reach(over(thing=touchy))
-    reach(functools.partial(plain, touchy))
-    reach(touchy.__call__)
+    touchy.held = MODEL  # type: ignore[attr-defined]
+    for fn in (touchy, touchy.__call__):
+        found = reach(fn)
+        assert found is not None
+        assert found.modules == SELF
+    for fn in (over(thing=touchy), functools.partial(plain, touchy)):
+        found = reach(fn)
+        assert found is None or not found.modules
 
 
 def test_containers_that_hold_themselves() -> None:

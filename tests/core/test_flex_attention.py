@@ -4,6 +4,7 @@ It has no backward on the CPU except for a check of the device, which is taken a
 eager implementation. The operator is called as such where torch cannot compile it, which is under any mode.
 """
 
+import re
 from typing import Any
 
 import pytest
@@ -13,7 +14,18 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from support.training import gradients
-from torch_recompute import Choice, Plan, apply, audit, checkpoint, make_plan, measure, saved_activations, simulate
+from torch_recompute import (
+    Choice,
+    MismatchError,
+    Plan,
+    apply,
+    audit,
+    checkpoint,
+    make_plan,
+    measure,
+    saved_activations,
+    simulate,
+)
 from torch_recompute._torch.flops import flops
 from torch_recompute.planner.ops import logging
 from torch_recompute.simulation.devices import DEVICES
@@ -78,10 +90,21 @@ def test_an_applied_plan_runs_it(keep: tuple[str, ...]) -> None:
 
 
 def test_the_debug_mode_of_checkpoint_runs_it() -> None:
-    """`debug=True` writes it down as an operation."""
-    block, y = Block(False), x().requires_grad_()
-    checkpoint(block, y, use_reentrant=False, debug=True).sum().backward()
-    assert y.grad is not None
+    """`debug=True` writes it down as an operation, in forward and replay, and the gradients stay the same."""
+    block, y, turns = Block(False), x().requires_grad_(), iter((slice(None), slice(1)))
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(block, x, use_reentrant=False, debug=True)
+
+    assert all(map(torch.equal, gradients(block, y, run=call), gradients(block, y)))
+
+    def attend(q: torch.Tensor) -> torch.Tensor:
+        return OPERATOR(q, q, q, flex._identity, block.mask.as_tuple(), 0.25, {}, (), ())[0][:, next(turns)].exp()
+
+    out = checkpoint(attend, torch.ones(1, HEADS, TOKENS, HEAD, requires_grad=True), use_reentrant=False, debug=True)
+    with pytest.raises(MismatchError) as caught:
+        out.sum().backward()
+    assert len(re.findall(r"\n +\d+: flex_attention\(", str(caught.value))) == 2, caught.value
 
 
 @pytest.mark.parametrize("function", [False, True])
@@ -109,9 +132,12 @@ def test_a_simulation_keeps_what_the_step_keeps() -> None:
 def test_what_looks_at_a_model_runs_it() -> None:
     """`saved_activations` and `audit` look at a step with it."""
     model = Net()
-    assert saved_activations(model, (x(),)).total_bytes > 0
+    plain = saved_activations(model, (x(),)).total_bytes
     handle = apply(model, PLAN)
-    assert audit(model, (x(),)) is not None
+    assert 0 < saved_activations(model, (x(),)).total_bytes < plain
+    found = audit(model, (x(),))
+    assert found.ok, found
+    assert len(found.regions) == 2
     handle.remove()
 
 
