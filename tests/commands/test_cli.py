@@ -8,13 +8,13 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import torch_recompute_cli
 from support.acted import Terminal
+from support.files import module_at
 from torch_recompute import Plan, __version__
 from torch_recompute.commands import cli, demo, doctor
 from torch_recompute.commands.demo import SETTINGS, DemoSetting, run
@@ -61,53 +61,6 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"torch-recompute {__version__}\n"
 
 
-OPTIONS = Path(cli.__file__).with_name("options.json")
-CALLS = {
-    "_StoreAction": "store",
-    "_StoreTrueAction": "store_true",
-    "_StoreFalseAction": "store_false",
-    "_AppendAction": "append",
-}
-
-
-def described(parser: argparse.ArgumentParser, about: str = "") -> dict[str, Any]:
-    """The arguments and commands of a parser as data, which `torch_recompute_cli.fill` makes a parser of."""
-    commands = next((a for a in parser._actions if isinstance(a, argparse._SubParsersAction)), None)
-    groups = [group for group in parser._action_groups[2:] if commands not in group._group_actions]
-    groups += parser._mutually_exclusive_groups
-    arguments: list[dict[str, Any]] = []
-    for action in parser._actions:
-        if type(action).__name__ in CALLS:
-            given = {"nargs": action.nargs, "const": action.const, "metavar": action.metavar, "help": action.help}
-            given["type"] = None if action.type is None else action.type.__name__
-            given["choices"] = None if action.choices is None else [*action.choices]
-            given["required"] = (action.required and action.option_strings != []) or None
-            given["group"] = next((n for n, g in reversed([*enumerate(groups)]) if action in g._group_actions), None)
-            call = CALLS[type(action).__name__]
-            kept = {key: value for key, value in given.items() if value is not None}
-            if call.startswith("store_"):
-                kept = {key: kept[key] for key in ("help", "group") if key in kept}
-            arguments.append({"flags": [*action.option_strings] or [action.dest], "action": call, **kept})
-    exclusive = parser._mutually_exclusive_groups
-    found: dict[str, Any] = {"about": about, "any_of": [*getattr(parser, "any_of", ())]}
-    found["groups"] = [[group.title, group.description] for group in groups if group not in exclusive]
-    found["one_of"] = [
-        [group.required, groups.index(group._container) if group._container in groups else None] for group in exclusive
-    ]
-    found |= {"arguments": arguments, "commands": {}}
-    if commands is not None:
-        abouts = {choice.dest: choice.help for choice in commands._choices_actions}
-        found["title"] = {"title": next(g.title for g in parser._action_groups if commands in g._group_actions)}
-        found["title"] |= {"metavar": commands.metavar, "required": commands.required}
-        found["commands"] = {name: described(inner, abouts[name]) for name, inner in commands.choices.items()}
-    return found
-
-
-def options() -> str:
-    """What `options.json` has to hold."""
-    return json.dumps({"version": __version__, **described(cli.build_parser())}, indent=1) + "\n"
-
-
 def helps(parser: argparse.ArgumentParser) -> dict[str, str]:
     """The help of a parser and of all its commands, by name."""
     inner = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
@@ -117,8 +70,9 @@ def helps(parser: argparse.ArgumentParser) -> dict[str, str]:
 
 def test_the_description_without_torch_is_that_of_the_commands() -> None:
     """`options.json` is what the commands describe, and the parsers made of it print the same help, word for word."""
-    write = "PYTHONPATH=src:tests python tests/commands/test_cli.py"
-    assert OPTIONS.read_text("utf-8") == options(), f"an option changed; write: {write}"
+    wanted = module_at(Path(__file__).parents[2] / "tools" / "options.py").options()
+    found = Path(cli.__file__).with_name("options.json").read_text("utf-8")
+    assert found == wanted, "an option changed; write: PYTHONPATH=src python tools/options.py"
     assert helps(torch_recompute_cli.light_parser()) == helps(cli.build_parser())
 
 
@@ -329,7 +283,3 @@ def test_what_draws_and_prints_is_imported_late() -> None:
     text = "import sys, torch_recompute.commands.cli; print({'rich', 'matplotlib'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
-
-
-if __name__ == "__main__":
-    OPTIONS.write_text(options(), "utf-8")

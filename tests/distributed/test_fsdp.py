@@ -342,7 +342,7 @@ def mixed(name):
 
 @pytest.mark.parametrize("name", MIXED)
 def test_the_replay_has_the_dtypes_of_the_forward(ranks, name):
-    """Finding FSDP2 mixed precision: a replay's tensors have the forward's dtypes, and gradients are the plain ones."""
+    """Under FSDP2's mixed precision a replay's tensors have the forward's dtypes, and gradients are the plain ones."""
     for found in ranks.run(mixed, name):
         forward, none, wanted = found["plain"]
         assert (len(forward), none) == (DEPTH, [])

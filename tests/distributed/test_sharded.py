@@ -374,7 +374,7 @@ def freed_on_one_rank() -> Any:
 
 
 def test_ranks_that_open_different_tensors_are_told(ranks) -> None:
-    """Finding 24: parts of different tensors are never put together without a word, on any rank."""
+    """Parts of different tensors are never put together without a word, on any rank."""
     for last, said in ranks.run(freed_on_one_rank):
         assert last == 2.0
         assert "gathered parts of different tensors" in said

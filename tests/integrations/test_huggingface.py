@@ -474,7 +474,7 @@ def test_a_search_makes_regions_in_every_model(of: str) -> None:
 
 @pytest.mark.parametrize("every", [None, 3])
 def test_the_callback_watches_as_often_as_it_is_told(every: int | None, tmp_path: Path) -> None:
-    """Finding 16: two steps are watched, and two more each time `every` steps have passed; logging watches none."""
+    """Two steps are watched, and two more each time `every` steps have passed; logging watches none."""
     model, _ = build("llama")
     watched: list[bool] = []
     from transformers import TrainerCallback
@@ -494,7 +494,7 @@ def test_the_callback_watches_as_often_as_it_is_told(every: int | None, tmp_path
 
 
 def test_the_share_of_replays_is_by_one_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finding 16: replays and the step are timed by the same moments, of the device, and no earlier step counts."""
+    """Replays and the step are timed by the same moments, of the device, and no earlier step counts."""
     now = itertools.count()
     for module in (policies, observe):
         monkeypatch.setattr(module, "stamp", lambda: float(next(now)))  # each moment is one second after the last
