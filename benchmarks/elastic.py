@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _measure import arguments, finish
+from _measure import Goal, arguments, finish
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -384,6 +384,34 @@ def pipeline_rows(memory: Memory, width: int, microbatches: int, in_flight: int)
         }
 
 
+def goals(rows: list[dict[str, Any]], widest: int) -> list[Goal]:
+    """What was claimed of the rows; shares of time only of the widest model."""
+    found: list[Goal] = []
+    by = {(row["width"], row["share"], row["way"]): row for row in rows if row["run"] == "lengths"}
+    for (width, share, way), row in by.items():
+        if way not in ("elastic", OVER_SIZES):
+            continue
+        name = f"{way}, width {width}, limit at {100 * share:.0f} %"
+        failed, longest = row["out_of_memory"], by[width, share, "a plan for the longest"]["all"]
+        found.append(Goal(f"{name}: steps out of memory", f"{failed}", "0", not failed))
+        bar = f"less than a plan for the longest, {_percent(longest)}"
+        found.append(Goal(f"{name}: all steps", _percent(row["all"]), bar, row["all"] < longest))
+        for what, words, most in (("short", "that fit", FITS), ("long", "that do not", OVER)):
+            if width == widest:
+                found.append(Goal(f"{name}: steps {words}", _percent(row[what]), _percent(most), row[what] <= most))
+    for row in rows:
+        name = f"{row['run']}, limit at {100 * row['share']:.0f} %"
+        if row["run"] == "routed":
+            failed = row["out_of_memory"]
+            found.append(Goal(f"{name}: steps out of memory", f"{failed}", "0", not failed))
+        elif row["run"] == "1F1B":
+            replayed, bar = row["replays"]["second step"], row["bar"]
+            found.append(
+                Goal(f"{name}: replays of {row['forwards']} forwards", f"{replayed}", f"{bar}", replayed <= bar)
+            )
+    return found
+
+
 def _percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:+.1f} %"
 
@@ -410,7 +438,6 @@ def main() -> None:
     widths = [*map(int, options.widths or steps)]
     shares = tuple(map(float, options.shares or SHARES))
     rows: list[dict[str, Any]] = []
-    reached: list[bool] = []
     with contextlib.nullcontext(OnCuda()) if on_cuda else limited() as memory:
         for width in widths if "lengths" in only else ():
             print(f"width {width}: over plain, in all steps, in those that fit, in those that do not; out of memory")
@@ -433,18 +460,8 @@ def main() -> None:
                     f"{count:>3}" for order in ("replays", "oldest_first") for count in row[order].values()
                 )
                 print(f"  {100 * row['share']:.0f} % {counts} {row['bar']:>3}", flush=True)
-    by = {(row["width"], row["share"], row["way"]): row for row in rows if row["run"] == "lengths"}
-    for (width, share, way), row in by.items():
-        if way in ("elastic", OVER_SIZES):
-            reached.append(row["out_of_memory"] == 0)
-            reached.append(row["all"] < by[width, share, "a plan for the longest"]["all"])
-            reached.append(width != max(steps) or (row["short"] <= FITS and row["long"] <= OVER))
-    reached += [row["out_of_memory"] == 0 for row in rows if row["run"] == "routed"]
-    reached += [row["replays"]["second step"] <= row["bar"] for row in rows if row["run"] == "1F1B"]
-    print(
-        f"goals: none out of memory, below the plan for the longest; at width {max(steps)} {FITS:+.0%} and {OVER:+.0%}"
-    )
-    finish(options, rows, all(reached), rounds=rounds)
+    gpu = torch.cuda.get_device_name() if on_cuda else ""
+    finish(options, rows, goals(rows, max(steps)), gpu, rounds=rounds)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _measure import RESULTS, arguments, finish
+from _measure import RESULTS, Goal, arguments, finish, save
 from published import answer
 
 from torch_recompute import Plan, apply
@@ -82,7 +82,7 @@ def predicted(case: str, way: str, device: str, plan: str | None) -> dict[str, A
         said = asked(*stated, "--recompute", way if plan is None else str(path))["configurations"][0]
     print(f"{case}, {way}: {said['peak_bytes'] / GIB:.2f} GiB, {said['step_seconds'] * 1000:.1f} ms", flush=True)
     figures = {"peak_bytes": said["peak_bytes"], "step_seconds": said["step_seconds"]}
-    return {"case": case, "way": way, **figures, "plan": None if plan is None else Plan.from_json(plan).to_json()}
+    return {"case": case, "way": way, **figures, "plan": None if plan is None else choices_of(Plan.from_json(plan))}
 
 
 def compiled(model: torch.nn.Module) -> None:
@@ -180,9 +180,25 @@ def compared(rows: list[dict[str, Any]], before: list[dict[str, Any]]) -> Iterat
         yield whole
 
 
-def reached(row: dict[str, Any]) -> bool:
-    """Whether a row is as it was predicted."""
-    return "failed" not in row and row["peak_error"] <= HIGH and row["ratio"] / row["predicted_ratio"] - 1 <= SLOW
+def goals(rows: list[dict[str, Any]]) -> list[Goal]:
+    """What was claimed of the rows: that each runs, with a peak and a time that are not above the predicted ones."""
+    ran = [row for row in rows if "failed" not in row]
+    held = {
+        "ways to train that did not run out of memory": (len(ran), len(rows)),
+        f"peaks at most {HIGH:.0%} above the predicted one": (sum(row["peak_error"] <= HIGH for row in ran), len(ran)),
+        f"steps at most {SLOW:.0%} slower than predicted, beside the first of their case": (
+            sum(row["ratio"] / row["predicted_ratio"] - 1 <= SLOW for row in ran),
+            len(ran),
+        ),
+    }
+    return [Goal(claim, f"{count} of {of}", "all", count == of) for claim, (count, of) in held.items()]
+
+
+def choices_of(plan: Plan) -> str:
+    """A plan as text that `Plan.from_json` reads, with its choices alone: neither its prediction nor its model."""
+    data = json.loads(plan.to_json())
+    choices = [{name: value for name, value in choice.items() if value} for choice in data["choices"]]
+    return json.dumps({"version": data["version"], "source": data["source"], "choices": choices})
 
 
 def show(row: dict[str, Any]) -> None:
@@ -217,8 +233,7 @@ def main() -> None:
         ways = [(case, way) for case in chosen for way in CASES[case]]
         rows = [predicted(*way, device, plans.get(way)) for way in ways]
         new = {(way["case"], way["way"]): way for way in [*before, *rows]}
-        made = {"torch": torch.__version__, "ways": [*new.values()]}
-        saved.write_text(json.dumps(made, indent=1) + "\n")
+        save(saved.stem, {"ways": [*new.values()]})
         return
     if options.here:
         for row in run_case(chosen[0], [w for w in before if w["case"] == chosen[0]], options.rounds, options.here[1]):
@@ -235,7 +250,8 @@ def main() -> None:
         for row in compared(run_apart(case, device, options.rounds, on), said):
             show(row)
             figures.append(row)
-    finish(options, figures, all(map(reached, figures)), device=torch.cuda.get_device_name() if on == "cuda" else "cpu")
+    gpu = torch.cuda.get_device_name() if on == "cuda" else ""
+    finish(options, figures, goals(figures), gpu, rounds=options.rounds)
 
 
 if __name__ == "__main__":

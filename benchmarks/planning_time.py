@@ -25,9 +25,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from _measure import arguments, finish
+from _measure import Goal, arguments, finish
 
 BARS = {"readme": 1.5, "llama of 8 layers": 3.0, "llama3-8b": 8.0, "llama3-70b, 32 ranks": 20.0}
+CLAIMS = {"readme": "the README's example", "llama of 8 layers": "a Llama of 8 layers"}
 PHASES = {"simulate_step": "steps simulated", "attempt": "choices tried", "clock": "steps run", "capture": "captured"}
 
 
@@ -73,13 +74,13 @@ def llama_8b() -> Callable[[float], Any]:
 
 def llama_70b() -> Callable[[float], Any]:
     """llama3-70b over 32 ranks; the budget of each is a share of 100 GB."""
-    from published_llama70b import LAYOUT, TOKENS
-
     from torch_recompute.commands.models import load
-    from torch_recompute.planner.layout import LayoutPlanner
+    from torch_recompute.plan.ranks import Ranks
+    from torch_recompute.planner.layout import Layout, LayoutPlanner
 
     model = load("llama3-70b").model
-    return lambda budget: LayoutPlanner(model, "llama3-70b", LAYOUT, TOKENS, "adamw", "h100").plans(int(1e11 * budget))
+    layout = Layout(Ranks(tp=4, pp=4, vpp=5, dp=2, sequence_parallel=True), batch=32)
+    return lambda budget: LayoutPlanner(model, "llama3-70b", layout, 4096, "adamw", "h100").plans(int(1e11 * budget))
 
 
 CASES = {"readme": readme, "llama of 8 layers": llama, "llama3-8b": llama_8b, "llama3-70b, 32 ranks": llama_70b}
@@ -141,8 +142,15 @@ def main() -> None:
             f"   {parts}",
             flush=True,
         )
-    reached = all(row["first"] + row["dynamo"] <= BARS[row["name"]] for row in figures)
-    finish(options, figures, reached and all(row["again"] <= row["first"] / 10 for row in figures))
+    goals: list[Goal] = []
+    for row in figures:
+        imports = f" and {row['dynamo']:.1f} s for importing dynamo" if row["dynamo"] > 0.05 else ""
+        bar = BARS[row["name"]]
+        claim, figure = f"planning {CLAIMS.get(row['name'], row['name'])}", f"{row['first']:.1f} s{imports}"
+        goals.append(Goal(claim, figure, f"{bar:g} s", row["first"] + row["dynamo"] <= bar))
+    again = max(row["again"] / row["first"] for row in figures)
+    goals.append(Goal("the same plan again, at most", f"{again:.1%} of that", "a tenth", again <= 0.1))
+    finish(options, figures, goals)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 import torch.utils.checkpoint
-from _measure import arguments, finish, medians
+from _measure import Goal, arguments, finish, medians
 
 from torch_recompute import recompute
 
@@ -79,7 +79,7 @@ def main() -> None:
     options = arguments("What a region costs beyond the work itself.")
     torch.set_num_threads(1)
     figures = []
-    passed = True
+    goals = []
     print(f"{'saved tensors':>13} {'engine':>16} {'us per region':>14} {'x torch':>8}")
     for length in (1, 2, 5, 20):
         row = costs(length, options.rounds)
@@ -87,10 +87,12 @@ def main() -> None:
             ratio = cost / row["torch"]
             figures.append({"saved_tensors": length, "engine": name, "us": round(cost, 2), "ratio": round(ratio, 3)})
             print(f"{length:>13} {name:>16} {cost:>14.1f} {ratio:>8.2f}")
-        ours = row["torch-recompute"]
-        passed &= ours <= LIMIT * row["torch"] and all(ours <= cost for cost in row.values())
-    print(f"goal: at most {LIMIT} x torch, and below every peer, in each row")
-    finish(options, figures, passed)
+        ours, least = row["torch-recompute"] / row["torch"], min(row, key=lambda name: row[name])
+        claim = f"a region whose function saves {length} tensor{'s' if length > 1 else ''}"
+        below = "" if least == "torch-recompute" else f"; {least} {row[least] / row['torch']:.2f} x"
+        reached = ours <= LIMIT and not below
+        goals.append(Goal(claim, f"{ours:.2f} x torch's{below}", f"{LIMIT} x, and the least of all", reached))
+    finish(options, figures, goals)
 
 
 if __name__ == "__main__":

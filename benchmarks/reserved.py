@@ -19,7 +19,7 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
-from _measure import RESULTS, arguments, finish
+from _measure import RESULTS, Goal, arguments, finish
 from on_gpu import GIB, WARM, planned_file
 
 from torch_recompute import Plan
@@ -108,13 +108,16 @@ def main() -> None:
     ran = [row for row in figures if not row["failed"]]
     tensors = [abs(row["predicted_peak_bytes"] / row["peak_bytes"] - 1) for row in ran]
     reserved = [abs(row["predicted_reserved_bytes"] / row["reserved_bytes"] - 1) for row in ran]
-    foreseen = all(row["predicted_to_run_out"] is bool(row["failed"]) for row in figures)
+    foreseen = sum(row["predicted_to_run_out"] is bool(row["failed"]) for row in figures)
     median, worst = statistics.median(reserved), max(reserved)
-    print(f"{len(ran)} ways: tensors at most {max(tensors):.2%} off")
-    print(f"reserved: {median:.2%} off in the median, {worst:.1%} at most")
-    print(f"where memory ran out, that was {'' if foreseen else 'not '}foreseen")
-    reached = max(tensors) <= TENSORS and median <= MEDIAN and worst <= WORST
-    finish(options, figures, reached and foreseen, device=saved["device"])
+    figure = f"{foreseen} of {len(figures)}"
+    goals = [
+        Goal("bytes of tensors, off at most", f"{max(tensors):.2%}", f"{TENSORS:.1%}", max(tensors) <= TENSORS),
+        Goal("reserved bytes, off in the median", f"{median:.2%}", f"{MEDIAN:.0%}", median <= MEDIAN),
+        Goal("reserved bytes, off at most", f"{worst:.1%}", f"{WORST:.0%}", worst <= WORST),
+        Goal("ways of which it was foreseen whether memory runs out", figure, "all", foreseen == len(figures)),
+    ]
+    finish(options, figures, goals)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _measure import RESULTS, arguments, finish
+from _measure import RESULTS, Goal, arguments, finish
 
 from torch_recompute import Plan, apply, make_plan, simulate
 
@@ -105,7 +105,8 @@ def main() -> int:
             f"{changed} of {len(slower)} changed; steps {sum(slower) / len(slower):+.3%} on average, "
             f"{max(slower):+.3%} at worst"
         )
-    finish(options, figures, not changed)
+    goals = [Goal("plans, peaks or gradients that changed", f"{changed} of {len(slower)}", "0", not changed)]
+    finish(options, figures, goals)
     return int(bool(changed))
 
 

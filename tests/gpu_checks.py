@@ -38,7 +38,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 HERE = Path(__file__).parent
-RESULTS = HERE.parent / "benchmarks" / "results"
 SECONDS = 150  # one check may take; all of them together under ten minutes on an H100
 
 
@@ -1025,8 +1024,10 @@ def main(arguments: list[str]) -> int:
         print(f"{'':30}{row['note']}", flush=True)
     print(", ".join(f"{count} {verdict}" for verdict, count in Counter(row["verdict"] for row in rows).items()))
     if options.save:
-        data = {"torch": torch.__version__, "device": device, "checks": rows}
-        (RESULTS / f"{options.save}.json").write_text(json.dumps(data, indent=1) + "\n")
+        sys.path.insert(0, str(HERE.parent / "benchmarks"))
+        from _measure import save
+
+        save(options.save, {"checks": rows}, gpu=device if options.on == "cuda" else "")
     return int(any(row["verdict"] in ("failed", "slow") for row in rows))
 
 

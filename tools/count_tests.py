@@ -9,9 +9,7 @@ no error, so a new test needs no new table.
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib
-import json
 import re
 import sys
 from collections import Counter
@@ -19,10 +17,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-import torch
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
-COUNTS = TESTS.parent / "benchmarks" / "results" / "tests.json"
+sys.path.insert(0, str(TESTS.parent / "benchmarks"))
+
+from _measure import RESULTS, save  # noqa: E402
+
+COUNTS = RESULTS / "tests.json"
 GROUPS = {
     "laws": "laws/test_law_*.py",
     "planner_laws": "laws/test_planner.py",
@@ -74,9 +75,8 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     sys.path.insert(0, str(TESTS))
     found = {**in_tables(), **in_groups(collected())}
-    when = {"torch": torch.__version__, "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat()}
-    COUNTS.write_text(json.dumps({**when, "counts": found}, indent=1) + "\n", encoding="utf-8")
-    sys.stdout.write(f"written: {COUNTS}\n")
+    written = save(COUNTS.stem, {"counts": found}, command="PYTHONPATH=src python tools/count_tests.py")
+    sys.stdout.write(f"written: {written}\n")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Follows the quick start to the letter in an empty folder, and writes into it what was printed, and how long it took.
+"""Follows the quick start to the letter in an empty folder, and writes what was printed, and how long it took.
 
     python tools/first_minutes.py      # `make first-minutes`: minutes, and 2 GB in a folder that is removed after it
 
 The lines of `docs/quick-start.md` are run as they are there: those for a shell in an environment that is made for it,
 the Python blocks one after the other in one process of it. A block of text below one of them becomes the start of what
-it printed, and the table of times is written again. Two pictures are taken in the browser of the tests: a terminal, and
-the report's page. `tests/project/test_pages.py` looks whether the times are of today's commands; no test sees that
-seconds and printed words grow old, so run it after those have changed.
+it printed; the times are in `benchmarks/results/first_minutes-cpu.json`, and in a table of the page. Two pictures are
+taken in the browser of the tests: a terminal, and the report's page. `tests/project/test_pages.py` looks whether the
+times are of today's commands; no test sees that printed words grow old, so run it after those have changed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import base64
 import html
 import json
 import os
-import platform
 import re
 import subprocess
 import sys
@@ -27,9 +26,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import matplotlib
+import pages
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
+
+from _measure import save  # noqa: E402
 
 from support.browser import Browser, find_browser, why_none  # noqa: E402
 
@@ -41,7 +43,6 @@ PART = re.compile(
     r"|^```text\n(?P<output>[\s\S]*?)^```$",
     re.M,
 )
-TIMES = re.compile(r"(<!-- times: .*? -->\n)[\s\S]*?(<!-- end of times -->)")
 LINES, WIDE = 5, 100  # of an output that are shown
 SESSION = """
 import json, sys, time
@@ -178,11 +179,9 @@ def main() -> None:
         page = PART.sub(follow, page)
         torch, _ = place.shell("python -c 'import torch; print(torch.__version__)'")
         pictures(place, planned)
-    rows.append(("all of it", sum(seconds for _, seconds in rows)))
-    table = "\n".join(["| | seconds |", "|---|---:|", *(f"| {what} | {seconds:.1f} |" for what, seconds in rows)])
-    machine = f"{os.cpu_count()} cores without a GPU, Python {platform.python_version()}, torch {torch.strip()}"
-    page = TIMES.sub(rf"\1\nOn {machine}:\n\n{table}\n\n\2", page)
-    (DOCS / "quick-start.md").write_text(page, encoding="utf-8")
+    times = [{"what": what, "seconds": round(seconds, 1)} for what, seconds in rows]
+    save("first_minutes-cpu", {"torch": torch.strip(), "rows": times})
+    (DOCS / "quick-start.md").write_text(pages.with_figures(page), encoding="utf-8")
 
 
 if __name__ == "__main__":

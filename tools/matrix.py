@@ -26,7 +26,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-SAVED = ROOT / "benchmarks" / "results" / "matrix.json"
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from _measure import RESULTS, checked_out, save, today  # noqa: E402
+
+SAVED = RESULTS / "matrix.json"
+ELSEWHERE = "under other releases of torch, each in an environment of its own"
 OLDEST = 2, 11
 
 
@@ -88,14 +93,14 @@ def tried(release: str, tests: list[str], jobs: str) -> dict[str, Any] | None:
         text=True,
         check=True,
     ).stdout.split()
-    date = time.strftime("%Y-%m-%d")
     return {
         "torch": said[1],
         "python": said[0],
         "tests": tests or ["all"],
         **counted(report),
         "minutes": minutes,
-        "date": date,
+        "date": today(),
+        "commit": checked_out(),
     }
 
 
@@ -128,12 +133,13 @@ def main() -> int:
         sys.stdout.write("".join(f"    {name}\n" for name in row["failures"]))
     found = [row for _, row in rows if row is not None]
     if options.save:
-        known = json.loads(SAVED.read_text("utf-8")) if SAVED.is_file() else []
+        known = json.loads(SAVED.read_text("utf-8"))["rows"] if SAVED.is_file() else []
         new = {row["torch"]: row for row in [*known, *found]}
         ordered = sorted(
             new.values(), key=lambda row: [int(part) for part in row["torch"].partition("+")[0].split(".")]
         )
-        SAVED.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
+        of_torch = ", ".join(row["torch"] for row in ordered)
+        save(SAVED.stem, {"torch": of_torch, "rows": ordered}, elsewhere=ELSEWHERE)
     return 2 if len(found) < len(rows) else int(any(row["failed"] for row in found))
 
 

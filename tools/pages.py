@@ -1,7 +1,8 @@
 """Writes what the documentation does not leave to hands: tables of figures and pictures.
 
     python tools/pages.py           # writes; `make pages`
-    python tools/pages.py --check   # only says what is stale, and ends with 1 if anything is
+    python tools/pages.py --check   # only says which pages are not those of the results, and ends with 1 if any is
+    python tools/pages.py --stale   # says how many commits each result is behind the code that it measures
 
 Problem. A figure that is typed into a page is wrong after the next run of its benchmark, and a picture that no one can
 edit stays as it is.
@@ -24,6 +25,10 @@ from pathlib import Path
 import figures
 import pictures
 import step_picture
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+from _measure import ages, has_history
 
 ROOT = Path(__file__).resolve().parents[1]
 MARKED = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
@@ -50,18 +55,31 @@ def all_pages() -> dict[Path, str]:
     }
 
 
+def say_ages() -> None:
+    """Says of each result how old it is, and the command that makes it again."""
+    if not has_history():
+        sys.stdout.write("no git history here, so how old results are is not known\n")
+        return
+    for age in ages():
+        sys.stdout.write(f"{age.name:30} {age}\n")
+
+
 def main() -> int:
-    """Writes the pages, or says which are stale."""
+    """Writes the pages, or says which are not those of the results, or how old the results are."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing, end with 1 if a page is stale")
-    check = parser.parse_args().check
-    stale = {path: text for path, text in all_pages().items() if not path.is_file() or path.read_text("utf-8") != text}
-    for path, text in stale.items():
-        if not check:
+    parser.add_argument("--check", action="store_true", help="write nothing, end with 1 if a page is another")
+    parser.add_argument("--stale", action="store_true", help="write nothing, say how old each result is")
+    options = parser.parse_args()
+    if options.stale:
+        say_ages()
+        return 0
+    other = {path: text for path, text in all_pages().items() if not path.is_file() or path.read_text("utf-8") != text}
+    for path, text in other.items():
+        if not options.check:
             path.parent.mkdir(exist_ok=True)
             path.write_text(text, encoding="utf-8")
-        sys.stdout.write(f"{'stale' if check else 'written'}: {path.relative_to(ROOT)}\n")
-    return int(check and bool(stale))
+        sys.stdout.write(f"{'to be written' if options.check else 'written'}: {path.relative_to(ROOT)}\n")
+    return int(options.check and bool(other))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,9 @@ The tests of a release want that release: a folder `src` in the checkout comes b
 (parameterized, among others); DeepSpeed on a CPU wants `DS_ACCELERATOR=cpu` and `LOCAL_SIZE=4`. PEFT's tests want
 models from the hub.
 
+With `--save` a run's counts replace those of the same run in `benchmarks/results/conformance.json`, of which
+docs/compatibility.md has a table.
+
 Exit status: 0 if nothing failed, 1 if a test failed or a file could not be imported, 2 if nothing was run.
 """
 
@@ -23,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import os
 import re
 import sys
@@ -34,6 +38,14 @@ from typing import Any
 
 import pytest
 import torch_conformance
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+from _measure import RESULTS, checked_out, save, today
+
+SAVED = RESULTS / "conformance.json"
+SAME = "the same to the last bit"
+"""What is said of a model whose gradients under a plan are those without."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +163,7 @@ def plan_instead(what: str, seen: Counter[str]) -> None:
             return f"without such a plan ({type(error).__name__})"
         planned = gradients(model, inputs)
         handle.remove()
-        return "the same to the last bit" if same(plain, planned) else "DIFFERENT"
+        return SAME if same(plain, planned) else "DIFFERENT"
 
     def check(self: Any, gradient_checkpointing_kwargs: Any = None) -> None:
         if not self.model_tester.is_training:
@@ -188,6 +200,15 @@ class Chosen(torch_conformance.Outcome):
         items[:] = kept
 
 
+def keep(row: dict[str, Any]) -> None:
+    """Writes the counts of a run to the result, in the place of those of the same run."""
+    which = "project", "plan", "stock"
+    known = json.loads(SAVED.read_text("utf-8"))["rows"] if SAVED.is_file() else []
+    others = [one for one in known if any(one[name] != row[name] for name in which)]
+    made = {"date": today(), "commit": checked_out()}
+    save(SAVED.stem, {"rows": [*others, {**row, **made}]}, elsewhere="on a checkout of each project")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the tests and say how they went."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
@@ -200,6 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--installed", action="store_true", help="test the project that is installed, not its src")
     parser.add_argument("--stock", action="store_true", help="run on the project as it is, for comparison")
+    parser.add_argument("--save", action="store_true", help="write the counts to benchmarks/results/conformance.json")
     options = parser.parse_args(arguments)
 
     suite, checkout = SUITES[options.project], options.checkout.resolve()
@@ -242,6 +264,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.stdout.write(outcome.summary(f"{options.project} as it is" if options.stock else f"{options.project} on ours"))
     for found, count in sorted(seen.items()):
         sys.stdout.write(f"  {count:5} models: gradients under the plan {options.plan!r}: {found}\n")
+    if options.save:
+        keep(
+            {
+                "project": options.project,
+                "version": importlib.import_module(options.project).__version__,
+                "plan": options.plan,
+                "stock": options.stock,
+                "passed": len(outcome.passed - outcome.failed - outcome.skipped),
+                "failed": len(outcome.failed),
+                "models": dict(seen),
+            }
+        )
     if outcome.failed:
         return 1
     return 0 if outcome.passed or outcome.skipped else 2

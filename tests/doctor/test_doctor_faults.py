@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import sys
 import textwrap
 import types
 import warnings
@@ -1304,7 +1305,10 @@ def main() -> None:
             reports = [looped(name)] if name in LOOPS else trained(name)
         found = [f"{one.kind} {one.where}" for report in reports for one in report.findings]
         rows["healthy"].append({"name": name, "found": found})
-    RESULTS.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    sys.path.insert(0, str(RESULTS.parents[1]))
+    from _measure import save
+
+    save(RESULTS.stem, rows, command="PYTHONPATH=tests python tests/doctor/test_doctor_faults.py")
 
 
 if __name__ == "__main__":

@@ -117,7 +117,7 @@ def test_gradients_with_dropout(ran: Ran) -> None:
 
 def test_our_promises_are_kept(ran: Ran) -> None:
     """Each point of ours is within its budget, at its predicted peak and FLOPs, and no bound is above it."""
-    assert ran.result.passed
+    assert not ran.result.broken
     for point in ran.result.own:
         assert point.promise is not None
         assert point.peak_bytes <= point.promise.budget_bytes
@@ -143,14 +143,15 @@ def test_regions_by_hand_are_not_better(ran: Ran) -> None:
     ],
 )
 def test_broken_promises_are_noticed(ran: Ran, lie: dict, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    """A point of ours over its budget, off its prediction or with other gradients makes `--check` end with 1."""
+    """A point over its budget, off its prediction or with other gradients is named, and `--check` ends with 1."""
     first, *rest = ran.result.ours
     broken = replace(ran.result, ours=[replace(first, **lie), *rest])
     assert [point.title for point in broken.broken] == [first.title]
     monkeypatch.setattr(frontier, "run", lambda config, progress: broken)
     argv = ["frontier", "--json", "--quiet"]
     assert (comparisons.main(argv), comparisons.main([*argv, "--check"])) == (cli.OK, cli.FAILED)
-    assert json.loads(capsys.readouterr().out.split("\n{\n")[0])["passed"] is False
+    document = json.loads(capsys.readouterr().out.split("\n{\n")[0])
+    assert (document["broken"], document["reached"]) == ([first.title], False)
 
 
 def _point(family: str, peak: int, replay: int, budget: int | None = None) -> Point:
@@ -188,6 +189,8 @@ def test_goals() -> None:
     kept = replace(seen, matches=[Match(half, _point(MATCHED, 40, 40, 40), 1.1)])
     assert [goal.reached for goal in kept.goals[:2]] == [True, True]
     assert str(kept.goals[0]) == ("Reached: with a peer's peak as budget ours replays no more FLOPs. Held at 1 of 1.")
+    over = replace(kept, ours=[replace(ours[0], peak_bytes=50)])
+    assert (seen.reached, kept.reached, over.reached) == (False, True, False)
     missed = replace(seen, matches=[Match(half, None, None)], ours=[replace(ours[0], peak_bytes=50)])
     assert [(goal.held, goal.of, goal.reached) for goal in missed.goals] == [
         (0, 1, False),
@@ -244,6 +247,17 @@ def test_what_is_printed(ran: Ran, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     for point in [*ran.result.peers, *ran.result.ours]:
         assert f" {point.title} " in out
     assert f"of {len(ran.result.own)} points of ours {len(ran.result.own)} are within" in " ".join(out.lower().split())
+
+
+def test_a_saved_comparison(ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `--save` the comparison is a result: when and where it was made, its goals, and whether all are reached."""
+    monkeypatch.setattr(frontier, "run", lambda config, progress: ran.result)
+    monkeypatch.setattr("_measure.RESULTS", tmp_path)
+    assert comparisons.main(["frontier", "--quiet", "--json", "--save", "small"]) == cli.OK
+    saved = json.loads((tmp_path / "small.json").read_text("utf-8"))
+    assert list(saved)[:3] == ["date", "commit", "processor"]
+    assert saved["reached"] is all(goal["reached"] for goal in saved["goals"])
+    assert len(saved["peers"]) == len(ran.result.peers)
 
 
 def test_plot(ran: Ran, tmp_path: Path) -> None:

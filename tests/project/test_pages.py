@@ -77,7 +77,7 @@ def test_the_times_are_of_this_quick_start(tool: ModuleType) -> None:
     """The table of times has each command of the quick start, each output is there, and so are the pictures."""
     parts = list(importlib.import_module("first_minutes").parts())
     page = (DOCS / "quick-start.md").read_text("utf-8")
-    times = page.partition("<!-- times: ")[2].partition("<!-- end of times -->")[0]
+    times = page.partition("<!-- figures: first_minutes -->")[2].partition("<!-- end of figures -->")[0]
     assert [text for kind, text in parts if kind == "shell" and f"| `{text}` |" not in times] == []
     assert [text for kind, text in parts if kind == "output" and not text] == []
     assert sum(kind == "python" for kind, _ in parts) >= 4

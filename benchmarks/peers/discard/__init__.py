@@ -21,10 +21,10 @@ from dataclasses import asdict
 from typing import Any, cast
 
 import torch
-from carrying import carried_out
+from carrying import add_common_options, carried_out
 
 from torch_recompute import __version__
-from torch_recompute.commands.output import FAILED, OK, Output, add_options, document
+from torch_recompute.commands.output import FAILED, OK, Output, document
 from torch_recompute.errors import ArgumentError
 
 from . import parity, plot, result
@@ -72,7 +72,7 @@ def add_command(benchmarks: Any) -> None:
         help=f"without CUDA, time a copy whose d_model, d_ff and seq are N times smaller (default {SCALE})",
     )
     parser.add_argument("--check", action="store_true", help="compare outputs and gradients with the plain stack's")
-    add_options(parser, command, plot="the peaks")
+    add_common_options(parser, command, plot="the peaks")
 
 
 def _view() -> Any:
@@ -94,14 +94,18 @@ def command(args: argparse.Namespace) -> int:
     if args.check:
         return _check(given, args)
     config = Config(**given)
-    carried_out(args, config, plot=plot, view=_view, ticks=result.ticks, run=run)
+    config.check()
+    gpu = torch.cuda.get_device_name(config.on) if config.on.type == "cuda" else ""
+    carried_out(args, config, plot=plot, view=_view, ticks=result.ticks, run=run, gpu=gpu)
     return OK
 
 
 def _check(given: dict[str, Any], args: argparse.Namespace) -> int:
-    for option, value in (("--scale", args.scale), ("--plot", args.plot)):
+    for option, value in (("--scale", args.scale), ("--plot", args.plot), ("--save", args.save)):
         if value is not None:
-            raise ArgumentError(f"{option} is {value}, but --check neither times nor draws. Leave one of the two out.")
+            raise ArgumentError(
+                f"{option} is {value}, but --check neither times nor draws, nor saves. Leave one of the two out."
+            )
     small = dict(zip((name for name, _ in SIZES), parity.SIZE, strict=True))
     config = Config(**cast("dict[str, Any]", {"iters": parity.ITERS, **small, **given}))
     config.check()

@@ -25,9 +25,9 @@ import argparse
 from dataclasses import fields
 from typing import Any, cast
 
-from carrying import carried_out
+from carrying import add_common_options, carried_out
 
-from torch_recompute.commands.output import FAILED, OK, add_options
+from torch_recompute.commands.output import FAILED, OK
 
 from . import plot
 from .comparing import run, ticks
@@ -58,7 +58,7 @@ def add_command(benchmarks: Any) -> None:
         "--price", metavar="WHAT", help=f"what our plans spare: {' or '.join(PRICES)} (default {Config.price})"
     )
     parser.add_argument("--check", action="store_true", help="end with 1 if a plan of ours breaks its promise")
-    add_options(parser, command, plot="the points")
+    add_common_options(parser, command, plot="the points")
 
 
 def _view() -> Any:
@@ -71,5 +71,6 @@ def command(args: argparse.Namespace) -> int:
     """Run `python benchmarks/peers frontier`; 0 if it is done, and with `--check` 1 if a promise is broken."""
     given = {field.name: getattr(args, field.name) for field in fields(Config)}
     config = Config(**{name: value for name, value in given.items() if value is not None})
+    config.check()
     seen = carried_out(args, config, plot=plot, view=_view, ticks=ticks, run=run)
-    return FAILED if args.check and not seen.passed else OK
+    return FAILED if args.check and seen.broken else OK

@@ -209,13 +209,13 @@ class Result:
         return [*self.ours, *(match.ours for match in self.matches if match.ours is not None)]
 
     @property
-    def passed(self) -> bool:
-        """Whether all points of ours keep their promise: budget, peak, FLOPs, gradients."""
-        return not self.broken
+    def reached(self) -> bool:
+        """Whether every goal is reached, and every point of ours keeps its promise."""
+        return all(goal.reached for goal in self.goals) and not self.broken
 
     @property
     def broken(self) -> list[Point]:
-        """The points of ours that do not keep their promise."""
+        """The points of ours that do not keep their promise: budget, peak, FLOPs, gradients."""
         return [point for point in self.own if not _kept(point)]
 
     @property
@@ -310,7 +310,8 @@ class Result:
             "how": self.how,
             "goals": [asdict(goal) for goal in self.goals],
             "verdict": self.verdict,
-            "passed": self.passed,
+            "reached": self.reached,
+            "broken": [point.title for point in self.broken],
             "noise": self.noise,
             "peers": [asdict(point) for point in self.peers],
             "failures": [asdict(failure) for failure in self.failures],
