@@ -65,6 +65,9 @@ SOURCES: Mapping[str, Source] = {
     "elastic-cpu": _source(
         "python benchmarks/elastic.py --rounds 2 --only lengths --widths 512 --save elastic-cpu", _ENGINE, "memory plan"
     ),
+    "elastic_counts-cpu": _source(
+        "python benchmarks/elastic.py --only routed 1F1B --save elastic_counts-cpu", _ENGINE, "memory"
+    ),
     "first_minutes-cpu": _source("python tools/first_minutes.py", "commands", _PLANNER),
     **{
         f"frontier-{name}-cpu": _source(_FRONTIER.format(options, f"frontier-{name}-cpu"), _ENGINE, _PLANNER)
@@ -83,13 +86,16 @@ SOURCES: Mapping[str, Source] = {
     "memory_over_step-cpu": _source(
         "python benchmarks/memory_over_step.py --rounds 10 --save memory_over_step-cpu", _ENGINE, _PLANNER
     ),
+    "offload-cpu": _source("python benchmarks/offload.py --save offload-cpu", _ENGINE, "stores"),
     "on_gpu-h100-planned": _source("python benchmarks/on_gpu.py --predict h100", _PLANNER),
     "planning_time-cpu": _source("python benchmarks/planning_time.py --save planning_time-cpu", _PLANNER),
     "predicted_time-cpu": _source(
         "python benchmarks/predicted_time.py --rounds 20 --save predicted_time-cpu", _PLANNER, "compiling"
     ),
     "promise-cpu": _source("python benchmarks/promise.py --save promise-cpu", _PLANNER),
-    "published": _source("python benchmarks/published.py --save published", _PLANNER),
+    "published": _source(
+        "python benchmarks/published.py torchtune DeepSeek torchtitan ALST Megatron --save published", _PLANNER
+    ),
     "region_overhead-cpu": _source("python benchmarks/region_overhead.py --save region_overhead-cpu", _ENGINE),
     "reserved": _source("python benchmarks/reserved.py --save reserved", "memory simulation"),
     "saved_call_overhead-cpu": _source(
@@ -181,6 +187,7 @@ def save(name: str, data: Mapping[str, Any], *, gpu: str = "", elsewhere: str = 
     """
     import torch
 
+    sys.path.append(str(ROOT / "src"))  # tools run where the package is not installed
     from torch_recompute.stores.measured import name_of_cpu
 
     elsewhere = elsewhere or (f"on an {gpu}" if gpu else "")

@@ -32,7 +32,7 @@ from torch_recompute import Choice, Plan, apply, recompute
 BARS = {"recompute(block)": 0.60, "apply of a plan": 0.62, "plan that keeps": 0.42}
 CLAIMS = {
     "recompute(block)": "a region around a transformer block of width 32",
-    "apply of a plan": "that region, of a plan",
+    "apply of a plan": "the same region, of a plan",
     "plan that keeps": "a plan that keeps matmuls and attention",
 }
 PEERS = {"torch": "`torch.utils.checkpoint`", "torch, selective": "torch's selective checkpointing"}

@@ -112,10 +112,15 @@ def main() -> None:
     median, worst = statistics.median(reserved), max(reserved)
     figure = f"{foreseen} of {len(figures)}"
     goals = [
-        Goal("bytes of tensors, off at most", f"{max(tensors):.2%}", f"{TENSORS:.1%}", max(tensors) <= TENSORS),
-        Goal("reserved bytes, off in the median", f"{median:.2%}", f"{MEDIAN:.0%}", median <= MEDIAN),
-        Goal("reserved bytes, off at most", f"{worst:.1%}", f"{WORST:.0%}", worst <= WORST),
-        Goal("ways of which it was foreseen whether memory runs out", figure, "all", foreseen == len(figures)),
+        Goal(
+            "bytes of tensors on an H100, beside the simulated ones, off at most",
+            f"{max(tensors):.2%}",
+            f"{TENSORS:.1%}",
+            max(tensors) <= TENSORS,
+        ),
+        Goal("reserved bytes there, off in the median", f"{median:.2%}", f"{MEDIAN:.0%}", median <= MEDIAN),
+        Goal("reserved bytes there, off at most", f"{worst:.1%}", f"{WORST:.0%}", worst <= WORST),
+        Goal("runs there of which it was foreseen whether memory runs out", figure, "all", foreseen == len(figures)),
     ]
     finish(options, figures, goals)
 

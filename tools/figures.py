@@ -239,7 +239,7 @@ def promise() -> str:
 
 
 CLAIMS = (
-    *("region_overhead-cpu", "block_cost-cpu", "saved_call_overhead-cpu", "idle_costs-cpu"),
+    *("region_overhead-cpu", "block_cost-cpu", "saved_call_overhead-cpu", "idle_costs-cpu", "offload-cpu"),
     *("planning_time-cpu", "solver-cpu", "promise-cpu", "simulated_peak-cpu", "predicted_time-cpu"),
     *("what_it_saves-h100-sheet", "reserved"),
 )
@@ -488,15 +488,10 @@ def _elastic(name: str) -> str:
         failed = f"{row['out_of_memory']}{_missed(f'{claim}steps out of memory' not in missed)}"
         where = f"{100 * row['share']:.0f} %, {row['long_steps']} of {row['steps']} steps above"
         rows.append((where, ELASTIC[row["way"]], every, *cells, failed))
-    head = (
-        "limit",
-        "beside the plain step",
-        "all steps",
-        "that fit (goal 2 %)",
-        "that do not (goal 9 %)",
-        "out of memory",
-    )
-    return f"{_table(head, rows)}\n\nMedians of {result['rounds']} rounds."
+    head = "limit", "beside the plain step", "all steps", "that fit", "that do not", "out of memory"
+    rounds = f"Medians of {result['rounds']} rounds" if result["rounds"] > 1 else "One round"
+    goal = "at most 2 % in steps that fit, 9 % in others, less than a plan for the longest in all, none out of memory"
+    return f"{_table(head, rows)}\n\n{rounds}. The goal of elastic layers, and of that plan: {goal}."
 
 
 @block("elastic-cpu")
@@ -561,7 +556,7 @@ def gpu_checks() -> str:
     counts = ", ".join(f"{count} {verdict}" for verdict, count in ends.most_common())
     others = _checks(*(check["check"] for check in result["checks"] if check["verdict"] != "passed"))
     device = f"an {result['gpu'].split()[1]}, torch {result['torch']}"
-    return f"Of {len(result['checks'])} checks on {device}: {counts}. {others}"
+    return f"Of {len(result['checks'])} checks on {device}: {counts}. Not passed: {others}"
 
 
 @block("gpu-h100")

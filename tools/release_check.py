@@ -37,6 +37,10 @@ from email.message import Message
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+import _measure
+
 ROOT = Path(__file__).resolve().parents[1]
 NAME = "torch-recompute"
 TOOLS = Path(sysconfig.get_path("scripts"))
@@ -150,6 +154,19 @@ def description(release: Release) -> str:
             f"links that lead nowhere: {', '.join([*broken, *relative]) or 'none leads to the repository'}"
         )
     return f"{len(inside)} links lead to files of the source archive; {len(links) - len(inside)} elsewhere, not fetched"
+
+
+def results(release: Release) -> str:
+    """No result of `benchmarks/results` is many commits behind the code that it measures; those of GPUs are named."""
+    if not _measure.has_history():
+        raise InPartError("no git history here, so how old results are is not known")
+    ages = [*_measure.ages()]
+    old = [f"{age.name} {age}" for age in ages if age.stale]
+    if old:
+        raise FailedError(f"{len(old)} results are over {_measure.MOST_BEHIND} commits behind:\n" + "\n".join(old))
+    elsewhere = [age for age in ages if _measure.ELSEWHERE in age.command]
+    since = ", ".join(f"{age.name} not run since {age.commit}" for age in elsewhere)
+    return f"{len(ages) - len(elsewhere)} are at most {_measure.MOST_BEHIND} commits behind what they measure; {since}"
 
 
 def workflows(release: Release) -> str:
@@ -333,6 +350,7 @@ def checks(release: Release) -> Iterator[tuple[str, Callable[[Release], str]]]:
     yield "metadata", project
     yield "description", description
     yield "workflows", workflows
+    yield "results", results
     said = [str(one).rpartition(" ")[2] for one in release.metadata.get_all("Classifier") or []]
     known = [one for one in said if re.fullmatch(r"3\.\d+", one)]
     for version in dict.fromkeys((known[0], "{}.{}".format(*sys.version_info), known[-1])):

@@ -234,3 +234,19 @@ def test_a_matrix_of_releases(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     row = matrix.counted(tmp_path / "junit.xml")
     assert (row["passed"], row["failed"], row["skipped"]) == (1, 2, 1)
     assert row["failures"] == ["tests.a::fails", "tests.b::breaks"]
+
+
+def test_a_run_of_others_tests_replaces_itself(
+    tmp_path: Path, measure: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The counts of a run of others' tests are written in the place of those of the same run, the others stay."""
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    suites = importlib.import_module("suites_conformance")
+    monkeypatch.setattr(measure, "RESULTS", tmp_path)
+    monkeypatch.setattr(suites, "SAVED", tmp_path / "conformance.json")
+    for plan, passed in ((None, 1), ("full", 2), (None, 3)):
+        suites.keep({"project": "peft", "plan": plan, "stock": False, "passed": passed})
+    saved = read(tmp_path / "conformance.json")
+    assert [(row["plan"], row["passed"]) for row in saved["rows"]] == [("full", 2), (None, 3)]
+    assert all({"date", "commit"} <= row.keys() for row in saved["rows"])
+    assert saved["command"].endswith("on a checkout of each project")

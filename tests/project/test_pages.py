@@ -53,6 +53,79 @@ def test_a_changed_figure_is_stale(tool: ModuleType, made: dict[Path, str]) -> N
     assert tool.with_figures(typed) == made[page] + "0.2 GiB elsewhere"
 
 
+BLOCK = re.compile(r"<!-- figures: (\w+) -->\n(.*?)<!-- end of figures -->", re.DOTALL)
+MADE = re.compile(r"\d{1,2} [A-Z][a-z]{2} \d{4}, ([0-9a-f]{8}(\+changes)?|not recorded)")
+PAGES = [ROOT / "README.md", *(page for page in sorted(DOCS.rglob("*.md")) if page.parent.name != "design")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_figure_has_its_date_and_machine(page: Path) -> None:
+    """Each table of results says when and at which commit it was made, and ends with a line that names the machine."""
+    for name, text in BLOCK.findall(page.read_text("utf-8")):
+        *_, last = text.strip().splitlines()
+        assert MADE.search(text), name
+        assert re.fullmatch(r"_.*(not recorded|NVIDIA|\d cores).*_", last), name
+
+
+def test_a_missed_goal_is_marked_in_its_column(tool: ModuleType) -> None:
+    """Each goal of a comparison that is not reached is said to be missed in its own column, and no other is."""
+    figures = importlib.import_module("figures")
+    table = figures.TABLES["frontier_goals"]()
+    for title, result in figures._frontiers():
+        (row,) = (line for line in table.splitlines() if line.startswith(f"| {title} |"))
+        cells = row.split(" | ")[1:5]
+        goals = {goal["name"]: goal["reached"] for goal in result["goals"]}
+        assert ["not reached" not in cell for cell in cells] == [
+            goals[name] for name in ("flops", "time", "between", "peak")
+        ]
+    gaps = {line.split(" | ")[0][2:]: line for line in figures.TABLES["gaps"]().splitlines() if "gap " in line}
+    for goal in figures._result("gap-cpu")["goals"]:
+        assert gaps[goal["claim"].partition(":")[0]].endswith("**not reached** |") is not goal["reached"]
+
+
+VERDICT = re.compile(r"\b(reached|exact|none)\b", re.IGNORECASE)
+FIGURE = re.compile(r"\bgoals?\b|\d ?%|\d ?[KMGT]i?B\b|\b\d+ of \d", re.IGNORECASE)
+ONLY_FIGURES = re.compile(r"[+-]?\d[\d.,]*( ?(%|x|[mun]?s|[KMGT]i?B))?")
+
+
+def by_hand(page: Path) -> Iterator[str]:
+    """The sentences and the rows of tables of a page that no result makes, without code."""
+    text = BLOCK.sub("", FENCED.sub("", page.read_text("utf-8")))
+    text = re.sub(r"`[^`]*`", "", re.sub(r"^ {4}.*$", "", text, flags=re.MULTILINE))
+    for part in re.split(r"\n\s*\n", text):
+        rows = [line for line in part.splitlines() if line.startswith("|")]
+        prose = " ".join(line.strip() for line in part.splitlines() if not line.startswith("|"))
+        yield from [*rows, *re.split(r"(?<=[.;:!?])\s+", prose)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_verdicts_are_those_of_results(page: Path) -> None:
+    """No sentence that is typed says of a goal or a figure that it is reached, exact or none: results say so."""
+    assert [said for said in by_hand(page) if VERDICT.search(said) and FIGURE.search(said)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_tables_of_figures_are_made(page: Path) -> None:
+    """No row of a table that is typed has two cells that are figures and nothing else."""
+    cells = ([cell.strip() for cell in row.strip("|").split("|")] for row in by_hand(page) if row.startswith("|"))
+    assert [row for row in cells if sum(bool(ONLY_FIGURES.fullmatch(cell)) for cell in row) > 1] == []
+
+
+def test_typed_verdicts_and_tables_are_found(tmp_path: Path) -> None:
+    """What these tests look for is found in what pages had, and code, made tables and plain words are not."""
+    page = tmp_path / "page.md"
+    page.write_text(
+        "The goals, 2 %\nand 4 %, are reached.\nPeaks are exact to 0.3 %; it reached an end. `none 4 %`\n\n"
+        "| budget | adds |\n|---|---|\n| 10 % | 1.3 % |\n\n"
+        "<!-- figures: gaps -->\nA goal of 2 % is reached.\n<!-- end of figures -->\n",
+        encoding="utf-8",
+    )
+    found = [said for said in by_hand(page) if VERDICT.search(said) and FIGURE.search(said)]
+    assert found == ["The goals, 2 % and 4 %, are reached.", "Peaks are exact to 0.3 %;"]
+    with pytest.raises(AssertionError):
+        test_tables_of_figures_are_made(page)
+
+
 def test_there_are_as_many_tests_as_a_page_says(tool: ModuleType, request: pytest.FixtureRequest) -> None:
     """The tables have the rows, and the files that are run whole the tests, that are counted there, or more."""
     counting = importlib.import_module("count_tests")

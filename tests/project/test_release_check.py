@@ -79,6 +79,25 @@ def test_a_tag_is_the_version(tool: ModuleType, release: Any, monkeypatch: pytes
         tool.project(release)
 
 
+def test_a_stale_result_stops_a_release(tool: ModuleType, release: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A result too many commits behind fails with its command; a GPU's never does; without a history it is in part."""
+    measure = tool._measure
+    far = measure.Age("far-h100", "1234abcd", None, f"python far.py{measure.ELSEWHERE}on an NVIDIA H100")
+    near = measure.Age("near-cpu", "1234abcd", measure.MOST_BEHIND, "python near.py")
+    monkeypatch.setattr(measure, "has_history", lambda: True)
+    monkeypatch.setattr(measure, "ages", lambda: [far, near])
+    said = tool.results(release)
+    assert (said.startswith("1 are at most 30 "), said.endswith("far-h100 not run since 1234abcd")) == (True, True)
+    for behind in (measure.MOST_BEHIND + 1, None):
+        old = near._replace(name="old-cpu", behind=behind)
+        monkeypatch.setattr(measure, "ages", lambda old=old: [old, far])
+        with pytest.raises(tool.FailedError, match=r"^1 results [^\n]*\nold-cpu .*python near\.py"):
+            tool.results(release)
+    monkeypatch.setattr(measure, "has_history", lambda: False)
+    with pytest.raises(tool.InPartError, match="no git history"):
+        tool.results(release)
+
+
 def test_a_python_is_found_by_its_name(tool: ModuleType, release: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """This Python is itself; one that is not on the path is no fault, and its row says that nothing was installed."""
     assert tool.find_python("{}.{}".format(*sys.version_info)) == Path(sys.executable)
