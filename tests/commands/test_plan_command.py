@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import json
 import signal
 from collections.abc import Callable
@@ -11,12 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 from support.models import LLAMA, Made
 from torch_recompute import Plan, apply, errors, make_plan, peaks
 from torch_recompute.commands import cli, output
 from torch_recompute.commands.models import PRESETS, batch_for, load
+from torch_recompute.commands.plan import _point, _print_most
+from torch_recompute.plan.plan import Prediction, SizeClass
 from torch_recompute.planner.configurations import PEAK_WORDS
 from torch_recompute.planner.layout import LayoutPlanner
 from torch_recompute.planner.longest import Longest, LongestOnRanks
@@ -323,6 +327,40 @@ def test_the_largest_batch(capsys: pytest.CaptureFixture[str]) -> None:
     )
     for point in found["points"]:
         assert f"{1000 * point['step_seconds']:,.1f}" in output
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("budget", "figures", "peak", "reserves"),
+    [
+        ("fit (21 GiB)", {"room_bytes": 24 * GIB, "limited_bytes": 23 * GIB}, "20.00 GiB", "reserves 23.0 of 24.0 GiB"),
+        ("22GiB", {"room_bytes": 22 * GIB}, "20.00 GiB within 22GiB", "reserves 25.0 GiB for it, more than the budget"),
+        ("26GiB", {"room_bytes": 26 * GIB}, "20.00 GiB within 26GiB", ""),
+    ],
+)
+def test_the_first_line_says_what_the_allocator_reserves(
+    budget: str, figures: dict[str, int], peak: str, reserves: str
+) -> None:
+    """What decides with "fit" is beside what there is; a number of bytes is compared; the table has the same figure."""
+    promise = Prediction(
+        *(20 * GIB, 20 * GIB, 40 * GIB, 1.0, 1.0, 0, 1.0, "a card", "", ()),
+        budget=budget,
+        reserved_bytes=25 * GIB,
+        **figures,
+    )
+    plan = Plan((), "", promise, sizes=(SizeClass((28, 8), (), promise),))
+    search = Longest(TrainingStep(nn.Linear(8, 8), (torch.ones(1, 8),), {}), budget, batch=True)
+    search.best = 28
+    console = Console(file=io.StringIO(), width=200)
+    _print_most(console, search, plan)
+    first, *lines = console.file.getvalue().splitlines()
+    more = reserves and f"; PyTorch's allocator {reserves}"
+    assert first == f"at most 28 items in a batch: peak {peak} on a card{more}"
+    assert any(line.startswith("the largest: ") and line.endswith(more) for line in lines)
+    assert any("reserved GiB" in line for line in lines) is ("limited_bytes" in figures)
+    assert _point(plan.sizes[0], 1).get("limited_bytes") == figures.get("limited_bytes")
 
 
 def test_a_search_ends_at_a_table_of_positions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from support.zoo import mean_loss
-from torch_recompute import Plan, make_plan, peaks, simulate
+from torch_recompute import Plan, errors, make_plan, peaks, simulate
 from torch_recompute.memory.free import CONTEXT, host_memory
 from torch_recompute.memory.ledger import Block, Place
 from torch_recompute.memory.loop import COMMON
-from torch_recompute.memory.reserved import EXPANDABLE, Allocator, expands, reserved
+from torch_recompute.memory.reserved import EXPANDABLE, Allocator, expands, in_brief, in_words, reserved
 from torch_recompute.planner.longest import Longest
 from torch_recompute.planner.planner import Planner
 from torch_recompute.simulation.training_step import TrainingStep
@@ -161,6 +161,82 @@ def test_a_limit_gives_segments_back_first() -> None:
     assert not reserved(held, True, limit=60 * MIB).ran_out
 
 
+# Tensors in MiB with their events, a limit, what is reserved under it, and the flushes after one step, two, and so on.
+FLUSHES: dict[str, tuple[list[tuple[int, int, int]], int, int, list[int]]] = {
+    "at the limit": ([(30, 1, 2), (50, 3, 4)], 80, 80, [0, 0, 0, 0]),
+    "in the first step alone": ([(30, 1, 2), (50, 3, 4)], 79, 50, [1, 1, 0, 0]),
+    "in each": ([(40, 5, 9), (40, 3, 8), (50, 6, 7), (40, 4, 7), (40, 2, 6)], 200, 200, [1, 1, 1, 1]),
+    "in every other": ([(60, 6, 8), (50, 4, 8), (40, 1, 5), (50, 2, 6), (10, 5, 9)], 180, 180, [1, 1, 1, 1, 1]),
+}
+
+
+@pytest.mark.parametrize("case", FLUSHES)
+def test_the_cache_is_emptied_at_a_limit(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """Counted is how often a later step gives free segments back; without a limit none does."""
+    tensors, limit, held, flushes = FLUSHES[case]
+    blocks = [block(size * MIB, born, died) for size, born, died in tensors]
+    assert reserved(blocks).cache_flushes == 0
+    assert reserved(blocks, True, limit=limit * MIB).cache_flushes is None
+    for steps, count in enumerate(flushes, 1):
+        monkeypatch.setattr("torch_recompute.memory.reserved._STEPS", steps)
+        found = reserved(blocks, limit=limit * MIB)
+        assert (found.ran_out, found.cache_flushes) == (False, count)
+    assert found.reserved_bytes == held * MIB
+
+
+# Reserved, the same with expandable segments, the room and what is reserved in it, in GiB; flushes. Then both texts.
+ALONE, BY = f"22.66 GiB with {EXPANDABLE}", "by PyTorch's CUDA allocator"
+MORE = f"; 25.62 GiB without that limit, {ALONE}"
+SAID: dict[str, tuple[tuple[float, float, float, float, int | None], str, str]] = {
+    "no limit": ((25.62, 22.66, 0, 0, None), "", f"25.62 GiB {BY}, {ALONE}"),
+    "a budget in bytes": ((25.62, 22.66, 26, 0, None), "", f"25.62 GiB {BY}, {ALONE}"),
+    "a smaller one": (
+        (25.62, 22.66, 22, 0, None),
+        "PyTorch's allocator reserves 25.6 GiB for it, more than the budget",
+        f"25.62 GiB {BY}, {ALONE}",
+    ),
+    "it fits": (
+        (25.62, 22.66, 26, 25.62, 0),
+        "PyTorch's allocator reserves 25.6 of 26.0 GiB",
+        f"25.6 of 26.0 GiB {BY}, {ALONE}",
+    ),
+    "by flushes in each step": (
+        (25.62, 22.66, 23.17, 22.77, 3),
+        "PyTorch's allocator reserves 22.8 of 23.2 GiB",
+        f"22.8 of 23.2 GiB {BY}, which empties its cache at most 3 times a step to stay within{MORE}",
+    ),
+    "by one": (
+        (25.62, 22.66, 23.17, 22.77, 1),
+        "PyTorch's allocator reserves 22.8 of 23.2 GiB",
+        f"22.8 of 23.2 GiB {BY}, which empties its cache at most once a step to stay within{MORE}",
+    ),
+    "by flushes at first": (
+        (25.62, 22.66, 23.17, 22.77, 0),
+        "PyTorch's allocator reserves 22.8 of 23.2 GiB",
+        f"22.8 of 23.2 GiB {BY}, which empties its cache in the first steps alone{MORE}",
+    ),
+    "with segments that expand": (
+        (25.62, 22.66, 23.17, 22.66, None),
+        "PyTorch's allocator reserves 22.7 of 23.2 GiB",
+        f"22.7 of 23.2 GiB {BY}{MORE}",
+    ),
+    "it does not fit": (
+        (25.62, 22.66, 20, 24.1, 1),
+        "PyTorch's allocator reserves 24.1 of 20.0 GiB, so the step does not fit",
+        f"24.1 of 20.0 GiB {BY}, so the step does not fit{MORE}",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SAID)
+def test_what_is_reserved_in_words(case: str) -> None:
+    """What is reserved under a limit is said beside the limit; without one, that it is above a budget in bytes."""
+    (*sizes, flushes), brief, words = SAID[case]
+    usual, expandable, room, limited = (round(size * GIB) for size in sizes)
+    assert in_brief(usual, room, limited) == brief
+    assert in_words(usual, expandable, room, limited, flushes) == words
+
+
 @pytest.mark.parametrize("case", ["gpt2-xl --batch 8 --sequence 1024", "vit-h --batch 64"])
 def test_an_h100_reserved_as_much(case: str) -> None:
     """What the allocator of an H100 counted, for a model of a published size: within 0.1 and 1 %."""
@@ -191,6 +267,7 @@ def test_plans_for_cuda_say_what_is_reserved() -> None:
         assert plan.prediction is not None
         assert bool(plan.prediction.reserved_bytes) is bool(plan.prediction.expandable_bytes) is there
         assert ("reserved: " in str(plan)) is there
+        assert plan.prediction.room_bytes == 0  # a share of what recomputation can free is no room for an allocator
         assert type(plan).from_json(plan.to_json()).prediction == plan.prediction
         step = simulate(model, (x,), loss=mean_loss, device=device)
         assert ("by PyTorch's CUDA allocator" in str(step)) is there is step.on_cuda
@@ -219,8 +296,27 @@ def test_a_plan_for_what_a_card_has_fits_with_what_is_unused(
     assert planner.simulated(planner.plan_for("fit")).reserved(expands(), limit=free + spare).ran_out is limits
     plan = planner.plan("fit")
     assert plan.prediction is not None
-    assert not planner.simulated(plan).reserved(expands(), limit=free + spare).ran_out
-    assert ("beside what the allocator leaves unused" in plan.prediction.budget) is limits
+    found = planner.simulated(plan).reserved(expands(), limit=free + spare)
+    assert not found.ran_out
+    assert ("since the allocator leaves memory unused" in plan.prediction.budget) is limits
+    fields = "room_bytes", "limited_bytes", "cache_flushes"
+    assert {name: getattr(plan.prediction, name) for name in fields} == found.within(free + spare)
+    first, *lines = str(type(plan).from_json(plan.to_json())).splitlines()
+    of = errors.brief(found.reserved_bytes, free + spare)
+    assert first.endswith(f"; PyTorch's allocator reserves {of}")
+    assert any(line.startswith(f"reserved: {of} by") for line in lines)
+
+
+def test_a_budget_in_bytes_is_compared_with_what_is_reserved() -> None:
+    """The first line says where the allocator reserves more than a number of bytes; nothing where it does not."""
+    planner, _ = on_a_card(GIB)
+    plain = planner.plain
+    for budget, above in ((plain.peak_bytes, True), (plain.reserved().reserved_bytes, False)):
+        plan = planner.plan(budget)
+        assert plan.prediction is not None
+        assert (plan.prediction.room_bytes, plan.prediction.limited_bytes) == (budget, 0)
+        said = f"; PyTorch's allocator reserves {errors.brief(plain.reserved().reserved_bytes)} for it, more than the"
+        assert (said in str(plan).splitlines()[0]) is above
 
 
 def test_a_card_for_which_no_plan_is_small_enough(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,6 +328,8 @@ def test_a_card_for_which_no_plan_is_small_enough(monkeypatch: pytest.MonkeyPatc
     assert plan.prediction is not None
     assert plan.prediction.advice.startswith("PyTorch's allocator runs out of ")
     assert EXPANDABLE in plan.prediction.advice
+    assert plan.prediction.limited_bytes > plan.prediction.room_bytes
+    assert plan.summary.endswith(", so the step does not fit")
 
 
 def test_a_device_by_name_has_its_own_memory() -> None:
@@ -244,7 +342,7 @@ def test_a_device_by_name_has_its_own_memory() -> None:
         assert spare == pytest.approx(0.05 * (free + spare + CONTEXT), abs=2)
     plan = make_plan(model, x, budget="fit", loss=mean_loss, device="h100")
     assert plan.prediction is not None
-    assert plan.prediction.budget == "fit (74.6 GiB are free)"
+    assert plan.prediction.budget == "fit (74.6 GiB for tensors: what is free less 5 %)"
     here = TrainingStep.of("make_plan", model, (x,), {}, mean_loss, "adamw", "cpu", COMMON)
     assert here.free_bytes() == pytest.approx(host_memory()[0] - 0.05 * host_memory()[1], rel=0.1)
 
@@ -263,7 +361,14 @@ def test_the_longest_on_a_card_fits_with_what_is_unused(monkeypatch: pytest.Monk
         assert found.peak_bytes <= free
         ran_out = found.simulation.reserved(limit=free + spare).ran_out
         assert ran_out is not (budget == "fit")
+        assert ("PyTorch's allocator reserves" in str(found).splitlines()[0]) is (budget == "fit") or ran_out
+        held = found.simulation.reserved(limit=free + spare)
+        assert found.limited == (held.within(free + spare) if budget == "fit" else {"room_bytes": free})
+        assert found.limited.items() <= found.as_data().items()
     assert most[0] < most[1]
     planned = Longest(step, "fit", batch=True).plan()
     assert planned.prediction is not None
     assert planned.prediction.peak_bytes <= free
+    for size in planned.sizes:  # each is compared with what the allocator may reserve
+        assert size.prediction is not None
+        assert 0 < size.prediction.limited_bytes <= size.prediction.room_bytes == free + spare

@@ -97,7 +97,8 @@ def add_command(commands: Any) -> None:
     asked.add_argument(
         "--budget",
         metavar="BYTES",
-        help='the most bytes alive in the step, as 24GiB; or a share of the activation memory, as 0.4 or "40%%"',
+        help="the most memory that the tensors of a step may take: bytes, as 24GiB; fit, for what the device has room "
+        'for; or a share of the activation memory, as 0.4 or "40%%"',
     )
     asked.add_argument("--frontier", action="store_true", help="what ten budgets cost, instead of a plan for one")
     parser.any_of = "budget", "frontier", "recompute"
@@ -520,8 +521,10 @@ def _print_most(console: Console, search: Longest, plan: Plan | None) -> None:
     what = search.what + (f", {search.best:,} on each of {search.shared} ranks" if search.shared > 1 else "")
     promise = plan.sizes[-1].prediction
     assert promise is not None
-    peak = errors.size(promise.peak_bytes)
-    console.print(f"at most {search.found:,} {what}: peak {peak} within {promise.budget} on {promise.device}")
+    peak = f"peak {errors.size(promise.peak_bytes)}"
+    within = "" if promise.limited_bytes else f" within {promise.budget}"  # with "fit" the allocator decides
+    reserves = promise.reserves and f"; {promise.reserves}"
+    console.print(f"at most {search.found:,} {what}: {peak}{within} on {promise.device}{reserves}", markup=False)
     _print_points(console, [_point(size, search.shared) for size in plan.sizes], promise.peak_bytes)
     console.print(f"the largest: {promise.summary(plan.sizes[-1].choices)}")
     console.print(str(promise), markup=False)
@@ -536,6 +539,7 @@ def _point(size: SizeClass, shared: int) -> dict[str, Any]:
     return {
         "shape": shape,
         "peak_bytes": promise.peak_bytes,
+        **({"limited_bytes": promise.limited_bytes} if promise.limited_bytes else {}),
         "step_seconds": promise.step_seconds,
         "plain_step_seconds": promise.plain_step_seconds,
         "items_per_second": tokens / promise.step_seconds if promise.step_seconds else 0.0,
@@ -546,11 +550,13 @@ def _point(size: SizeClass, shared: int) -> dict[str, Any]:
 def _print_points(console: Console, points: Sequence[dict[str, Any]], peak: int) -> None:
     unit, name = errors.unit_of(peak)
     of, dims = ("pictures", 1) if len(points[-1]["shape"]) == 4 else ("tokens", 2)
-    rows = out.new_table("size", f"peak {name}", "step ms", "slower", f"{of}/s", "regions")
+    sizes = [size for size in ("peak", "limited") if f"{size}_bytes" in points[-1]]
+    titles = (f"{size.replace('limited', 'reserved')} {name}" for size in sizes)
+    rows = out.new_table("size", *titles, "step ms", "slower", f"{of}/s", "regions")
     for point in points:
         rows.add_row(
             shape_in_words(point["shape"][:dims]),
-            f"{point['peak_bytes'] / unit:,.2f}",
+            *(f"{point[f'{size}_bytes'] / unit:,.2f}" for size in sizes),
             f"{1000 * point['step_seconds']:,.1f}",
             f"{point['step_seconds'] / point['plain_step_seconds'] - 1:+.1%}",
             f"{point['items_per_second']:,.0f}",

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from .. import errors
+from .free import RESERVE
 
 _UNITS = {
     "b": 1,
@@ -160,7 +161,7 @@ def bytes_meant(budget: object, least: Callable[[], int], most: int, free: Calla
             'budget="24GiB".'
         )
     count = free()
-    return Limit(count, f"{meant.said} ({errors.brief(count)} are free)")
+    return Limit(count, f"{meant.said} ({errors.brief(count)} for tensors: what is free less {100 * RESERVE:.0f} %)")
 
 
 def as_budget(count: int) -> str:

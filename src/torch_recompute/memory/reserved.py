@@ -53,11 +53,19 @@ class Reserved(NamedTuple):
         allocated_bytes: The most that tensors have (`torch.cuda.max_memory_allocated`).
         reserved_bytes: The most that is taken from the device for them (`torch.cuda.max_memory_reserved`).
         ran_out: Whether an allocation failed for want of memory.
+        cache_flushes: How often a step reached the limit, gave back the segments that were all free, and went on
+            (`num_alloc_retries` of `torch.cuda.memory_stats`): the more of the last two, since steps differ. None with
+            expandable segments, where that is not known.
     """
 
     allocated_bytes: int
     reserved_bytes: int
     ran_out: bool
+    cache_flushes: int | None
+
+    def within(self, room: int) -> dict[str, int | None]:
+        """Returns the figures under a limit of `room` bytes, as plans have them."""
+        return {"room_bytes": room, "limited_bytes": self.reserved_bytes, "cache_flushes": self.cache_flushes}
 
 
 @dataclass(eq=False, slots=True)
@@ -146,9 +154,44 @@ class _Segments:
         return piece
 
 
-def in_words(usual: int, expandable: int) -> str:
-    """The bytes that are reserved, with segments of fixed sizes and with expandable ones, in words."""
-    return f"{errors.size(usual)} by PyTorch's CUDA allocator, {errors.size(expandable)} with {EXPANDABLE}"
+def in_words(
+    reserved_bytes: int,
+    expandable_bytes: int,
+    room_bytes: int = 0,
+    limited_bytes: int = 0,
+    cache_flushes: int | None = None,
+) -> str:
+    """Says what is reserved, with segments of fixed sizes and with expandable ones; first, what is under a limit.
+
+    The arguments are the fields of a `Prediction`.
+    """
+    usual, by = errors.size(reserved_bytes), "by PyTorch's CUDA allocator"
+    expandable = f"{errors.size(expandable_bytes)} with {EXPANDABLE}"
+    if not limited_bytes:
+        return f"{usual} {by}, {expandable}"
+    limited = f"{errors.brief(limited_bytes, room_bytes)} {by}"
+    if limited_bytes > room_bytes:
+        limited += ", so the step does not fit"
+    elif cache_flushes:
+        times = "once" if cache_flushes == 1 else f"{cache_flushes} times"
+        limited += f", which empties its cache at most {times} a step to stay within"
+    elif cache_flushes == 0 and limited_bytes < reserved_bytes:
+        limited += ", which empties its cache in the first steps alone"
+    without = f"; {usual} without that limit" if limited_bytes != reserved_bytes else ""
+    return f"{limited}{without}, {expandable}"
+
+
+def in_brief(reserved_bytes: int, room_bytes: int, limited_bytes: int) -> str:
+    """Says how much is reserved beside the most that may be: always under a limit, else where it is more than that.
+
+    The arguments are the fields of a `Prediction`.
+    """
+    if limited_bytes:
+        fits = "" if limited_bytes <= room_bytes else ", so the step does not fit"
+        return f"PyTorch's allocator reserves {errors.brief(limited_bytes, room_bytes)}{fits}"
+    if 0 < room_bytes < reserved_bytes:
+        return f"PyTorch's allocator reserves {errors.brief(reserved_bytes)} for it, more than the budget"
+    return ""
 
 
 def expands() -> bool:
@@ -167,12 +210,13 @@ class Allocator:
     Attributes:
         allocated: Bytes of blocks in use.
         ran_out: Whether an allocation failed; it goes on as if there were more.
+        flushes: How often it gave back free segments to stay within the limit, by step.
     """
 
     def __init__(self, expandable: bool = False, limit: int | None = None) -> None:
         self._small, self._large = _Segments(True, expandable), _Segments(False, expandable)
         self._expandable, self._limit = expandable, limit
-        self.allocated = 0
+        self.allocated, self.flushes = 0, [0]
         self.reset()
 
     @property
@@ -186,7 +230,8 @@ class Allocator:
 
     def most(self) -> Reserved:
         """Returns the most bytes so far."""
-        return Reserved(self._most_allocated, self._most_reserved, self.ran_out)
+        flushes = None if self._expandable else max(self.flushes[-2:])
+        return Reserved(self._most_allocated, self._most_reserved, self.ran_out, flushes)
 
     def take(self, nbytes: int) -> _Piece:
         """Allocates a block."""
@@ -198,6 +243,7 @@ class Allocator:
             self.empty_cache()
             held = max(self.allocated, self._limit) if self._expandable else self.reserved
             self.ran_out |= held > self._limit
+            self.flushes[-1] += held <= self._limit
         self._most_allocated = max(self._most_allocated, self.allocated)
         self._most_reserved = max(self._most_reserved, held)
         return piece
@@ -255,6 +301,7 @@ def train(allocator: Allocator, blocks: Sequence[Block], steps: int, *, states: 
     stepped = min(gone, default=max(last, *ends, 0) + 1)  # the event before which the optimizer has made its step
     left: list[_Piece] = []
     for step in range(steps):
+        allocator.flushes.append(0)
         now = {number: allocator.take(blocks[number].nbytes) for number in there}
         for event in sorted({*begins, *ends, returned, stepped}):
             for block in state if states and event == stepped and not step else ():

@@ -21,7 +21,7 @@ from typing import Any, NoReturn, Protocol, TypeVar, get_args, get_origin, get_t
 from .. import errors
 from ..errors.text import counted, explained, listed, shown, table
 from ..memory.loop import COMMON, Loop
-from ..memory.reserved import in_words
+from ..memory.reserved import in_brief, in_words
 from .choice import KINDS, RECOMPUTED, SHORT, Choice, Target, written
 from .labels import notes
 
@@ -48,6 +48,8 @@ WORDS: Mapping[str, str] = {
     "counted:": "the parts of a training loop that the peak contains; another loop has another peak (hold_output=, "
     "accumulate=, set_to_none=, loss=)",
     "not counted:": "what takes memory beside the tensors of the step; leave room for it in a budget of your own",
+    "reserved:": "what PyTorch's CUDA allocator takes from the device: the peak, and what is free in its segments; "
+    "with fit, of what the device has for it. To stay within it may empty its cache, for which the step waits",
     "step": "the predicted time of a training step: forward, backward and optimizer",
     "GFLOP replayed": "work of matrix products and convolutions that is done again",
     "of optimal": "a bound: no choice of what to keep and recompute within this budget makes the step faster by more",
@@ -179,6 +181,12 @@ class Prediction:
         switched: What every plan switches in the model, where that alone changes the peak.
         reserved_bytes: What PyTorch's CUDA allocator reserves: the peak, and what is free in its segments; 0 elsewhere.
         expandable_bytes: The same with expandable segments.
+        room_bytes: The most that the allocator may reserve: what the device has for it with "fit", or a budget in
+            bytes; 0 of a share, and elsewhere.
+        limited_bytes: With "fit" the most that the allocator, as it is set where the plan was made, reserves under that
+            limit; the step does not fit where this is above the limit.
+        cache_flushes: With "fit" how often at most a later step empties its cache to stay within the limit; None
+            elsewhere, and with expandable segments, where that is not known.
     """
 
     budget_bytes: int
@@ -202,14 +210,25 @@ class Prediction:
     switched: Switched | None = None
     reserved_bytes: int = 0
     expandable_bytes: int = 0
+    room_bytes: int = 0
+    limited_bytes: int = 0
+    cache_flushes: int | None = None
 
     @property
     def gap(self) -> float:
         """The most that the step can be above the bound, as a share of the step."""
         return max(0.0, self.step_seconds - self.bound_seconds) / self.step_seconds if self.step_seconds else 0.0
 
+    @property
+    def reserves(self) -> str:
+        """The bytes that the allocator reserves, beside the most that it may, in words; "" without such a limit."""
+        return in_brief(self.reserved_bytes, self.room_bytes, self.limited_bytes)
+
     def summary(self, choices: Sequence[Choice]) -> str:
-        """One sentence on the step under some choices: its peak, its time, and what is recomputed."""
+        """One sentence on the step under some choices: its peak, its time, what is recomputed, and what is reserved."""
+        return "; ".join(filter(None, [self._recomputed(choices), self.reserves]))
+
+    def _recomputed(self, choices: Sequence[Choice]) -> str:
         elastic = any(choice.elastic for choice in choices)
         peak = f"{'at least ' * elastic}{errors.brief(self.peak_bytes, self.plain_peak_bytes)} at the peak"
         peak += "".join(f" ({words})" for words in (self.uncounted, self.switched) if words)
@@ -234,11 +253,16 @@ class Prediction:
         said = f"{peak}{hosted}, {slower}, {layers}" + (f" ({kept} kept)" if kept else "")
         return ", ".join([said, *heads, *([f"{away} offloaded"] if away else [])])
 
+    @property
+    def _reserved(self) -> str:
+        limited = self.limited_bytes, self.cache_flushes
+        return in_words(self.reserved_bytes, self.expandable_bytes, self.room_bytes, *limited)
+
     def __str__(self) -> str:
         head = [
             f"budget {self.budget or errors.brief(self.budget_bytes)}",
             *([] if self.loop is None else [f"counted: {self.loop}", f"not counted: {self.loop.not_counted}"]),
-            *([f"reserved: {in_words(self.reserved_bytes, self.expandable_bytes)}"] if self.reserved_bytes else []),
+            *([f"reserved: {self._reserved}"] if self.reserved_bytes else []),
             f"step {_ms(self.step_seconds)} on {self.device}, {_ms(self.plain_step_seconds)} without recomputation; "
             f"{self.replay_flops / 1e9:,.1f} GFLOP replayed; within {100 * self.gap:.1f} % of optimal",
         ]
@@ -359,7 +383,7 @@ class Plan:
 
     @property
     def summary(self) -> str:
-        """One sentence: the peak, the time and what is recomputed; with `sizes`, of the largest calls.
+        """One sentence: the peak, the time, what is recomputed and reserved; with `sizes`, of the largest calls.
 
         Of a plan that was not made for a budget it says how many regions there are.
         """

@@ -28,7 +28,7 @@ from .. import errors
 from ..errors.text import close_to, counted, doing, listed, shown, table
 from ..memory.ledger import Block, largest
 from ..memory.operations import Operation
-from ..memory.reserved import EXPANDABLE
+from ..memory.reserved import EXPANDABLE, in_brief, in_words
 from ..plan.apply import apply
 from ..plan.config import FILES, Policy, RecomputeConfig, find, plan_of
 from ..plan.labels import choices, matching, notes
@@ -48,7 +48,8 @@ from .tiling import tiled
 PEAK_WORDS: Mapping[str, str] = {
     "most": "where it was looked for: the tokens in a sequence, or the items in a batch, that the budget holds",
     "peak": "the most bytes alive at one moment of the step; from weights to the seconds is what it is made of then",
-    "reserved": "what PyTorch's CUDA allocator takes from the device: the peak, and what is free in its segments",
+    "reserved": "what PyTorch's CUDA allocator takes from the device: the peak, and what is free in its segments; with "
+    "--budget fit within what the device has for it",
     "weights": "parameters and buffers",
     "gradients": "of the parameters; where they are gone when forward begins, those that backward has made by then",
     "states": "of the optimizer, which are there all the time",
@@ -88,6 +89,8 @@ class ConfiguredStep:
         waited_seconds: Of the step's, those that copies of regions' inputs take longer than what hides them; None
             where they are not counted, since how fast host memory is reached was not asked.
         most: The tokens in a sequence, or the items in a batch, where the most was looked for; else 0.
+        limited: The most that PyTorch's CUDA allocator may reserve, where the most was looked for, and with "fit" the
+            bytes that it reserves under that limit; as the fields of a `Prediction`.
     """
 
     name: str
@@ -103,6 +106,7 @@ class ConfiguredStep:
     tiled: tuple[str, ...] = ()
     waited_seconds: float | None = None
     most: int = 0
+    limited: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def peak_bytes(self) -> int:
@@ -124,6 +128,13 @@ class ConfiguredStep:
         """The bytes that PyTorch's CUDA allocator reserves, without and with expandable segments; none elsewhere."""
         return self.simulation.reserved_figures()
 
+    @property
+    def reserves(self) -> str:
+        """The bytes that the allocator reserves, beside the most that it may, in brackets; "" without such a limit."""
+        room, limited = (self.limited.get(name, 0) for name in ("room_bytes", "limited_bytes"))
+        said = in_brief(self.reserved_bytes["reserved_bytes"], room, limited) if room else ""
+        return f" ({said})" if said else ""
+
     def as_data(self) -> dict[str, Any]:
         """The figures as plain data, with the plan as `Plan.from_json` reads it from its JSON."""
         peak = self.simulation.peak
@@ -132,6 +143,7 @@ class ConfiguredStep:
             **({"most": self.most} if self.most else {}),
             "peak_bytes": self.peak_bytes,
             **self.reserved_bytes,
+            **self.limited,
             "made_of": parts_as_data(self.made_of),
             "peak": {"phase": peak.phase, "module": peak.module, "op": peak.op},
             "largest": [*map(tensor_as_data, self.largest)],
@@ -396,7 +408,7 @@ def _no_configuration(what: str, given: object, model: nn.Module, label: str = "
 def _lines(steps: Sequence[ConfiguredStep]) -> Iterator[str]:
     """The configurations as a table, and about each where its peak is and its largest tensors."""
     unit, name = errors.unit_of(max(one.peak_bytes for one in steps))
-    yield "at the peak: " + ", ".join(f"{errors.size(one.peak_bytes)} with {one.name}" for one in steps)
+    yield "at the peak: " + ", ".join(f"{errors.size(one.peak_bytes)} with {one.name}{one.reserves}" for one in steps)
 
     def shown(nbytes: int) -> str:
         return f"{nbytes / unit:,.2f}"
@@ -410,7 +422,7 @@ def _lines(steps: Sequence[ConfiguredStep]) -> Iterator[str]:
     for one in steps:
         sizes = (
             one.peak_bytes,
-            *([one.reserved_bytes["reserved_bytes"]] if reserved else []),
+            *([one.limited.get("limited_bytes") or one.reserved_bytes["reserved_bytes"]] if reserved else []),
             *(one.made_of[part] for part in parts),
             *([one.host_bytes] if hosted else []),
         )
@@ -440,7 +452,9 @@ def _said(steps: Sequence[ConfiguredStep]) -> Iterator[tuple[str, str]]:
         yield "counted", str(loop)
     for words in dict.fromkeys(one.simulation.loop.not_counted for one in steps):
         yield "not counted", words
-    if all(one.reserved_bytes for one in steps):
+    if all("limited_bytes" in one.limited for one in steps):
+        yield from ((f"reserved, with {one.name}", in_words(**one.reserved_bytes, **one.limited)) for one in steps)
+    elif all(one.reserved_bytes for one in steps):
         each = [f"{errors.size(one.reserved_bytes['expandable_bytes'])} with {one.name}" for one in steps]
         yield "reserved", f"by PyTorch's CUDA allocator; {listed(each)} under {EXPANDABLE}"
     for device in dict.fromkeys(f"on {one.device}" + (f", {one.timing}" if one.timing else "") for one in steps):

@@ -346,15 +346,23 @@ class Longest(Search):
 
     def _configured(self, name: str, plan: Plan, length: int) -> tuple[ConfiguredStep, int, str]:
         (one,) = peaks_of(self._step(self._calls(length)), {name: plan}, self.leave, self.dashes)
-        return one, self._taken(one.simulation), held_by(one.simulation)
+        taken, limited = self._taken(one.simulation)
+        return replace(one, limited=limited), taken, held_by(one.simulation)
 
-    def _taken(self, found: Simulation) -> int:
-        """The peak; with what is free on CUDA more than that, where the allocator would run out of it."""
-        if self.asked() != FIT or not found.on_cuda:
-            return found.peak_bytes
+    def _taken(self, found: Simulation) -> tuple[int, dict[str, int | None]]:
+        """The bytes to compare with the budget, and what the allocator may reserve.
+
+        The peak; with "fit" more than that, where the allocator would run out of what the device has.
+        """
+        asked = self.asked()
+        if not found.on_cuda:
+            return found.peak_bytes, {}
+        if asked.bytes is not None:
+            return found.peak_bytes, {"room_bytes": asked.bytes}
         free, spare = self.step.memory
         held = found.reserved(expands(), limit=free + spare)
-        return max(found.peak_bytes, held.reserved_bytes - spare) if held.ran_out else found.peak_bytes
+        taken = max(found.peak_bytes, held.reserved_bytes - spare) if held.ran_out else found.peak_bytes
+        return taken, held.within(free + spare)
 
     def _planner(self, length: int) -> Planner:
         return Planner(self._step(self._calls(length)), leave=self.leave)
@@ -373,4 +381,4 @@ class Longest(Search):
         tiles = (-(-choice.tiles * length // made_at) for choice in plan)
         plan = Plan(tuple(replace(choice, tiles=count) for choice, count in zip(plan, tiles, strict=True)))
         found = simulate_under(self._step(self._calls(length)), plan)
-        return self._taken(found), held_by(found)
+        return self._taken(found)[0], held_by(found)

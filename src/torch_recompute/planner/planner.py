@@ -239,29 +239,33 @@ class Planner:
         saved = self.known.own_peak_bytes - self.plain.peak_bytes
         return Switched(what, saved) if saved else None
 
-    def plan(self, budget: object) -> Plan:
-        """The plan for a budget; with what is free on a CUDA device, its allocator does not run out under it.
+    def plan(self, budget: object, meant: Limit | None = None) -> Plan:
+        """The plan for a budget; with "fit" it is one under which a CUDA device's allocator does not run out.
 
-        Where the least plan, too, would have it run out, its advice says so.
+        Where the allocator runs out under the least plan, too, its advice says so. `meant` are the bytes that the
+        budget is for a larger call, if this is one of several sizes.
         """
-        plan = self.plan_for(budget)
-        if read_budget(budget) != FIT or not self.plain.on_cuda:
+        asked = read_budget(budget)
+        plan = self.plan_for(asked if meant is None else meant)
+        if not self.plain.on_cuda or asked.share is not None:
             return plan
+        if asked.bytes is not None:
+            return _promising(plan, room_bytes=asked.bytes)
         free, spare = self.step.memory
-        wanted = bytes_meant(FIT, lambda: 0, self.plain.peak_bytes, lambda: free)
-        room, said = free + spare, wanted.said.removesuffix(")")
+        all_free = bytes_meant(FIT, lambda: 0, self.plain.peak_bytes, lambda: free)
+        wanted, room, said = meant or all_free, free + spare, all_free.said.removesuffix(")")
         while (found := self.simulated(plan).reserved(expands(), limit=room)).ran_out:
             least = self.least[1].peak_bytes
             if wanted <= least:
                 short = f"PyTorch's allocator runs out of {errors.brief(room)} under this plan."
                 assert plan.prediction is not None
                 write = "" if expands() else f"Set {EXPANDABLE}, by which it gives back what it does not use."
-                advice = " ".join(filter(None, [short, write, plan.prediction.advice]))
-                return replace(plan, prediction=replace(plan.prediction, advice=advice))
+                plan = _promising(plan, advice=" ".join(filter(None, [short, write, plan.prediction.advice])))
+                break
             less = max(least, min(wanted * room // found.reserved_bytes, wanted * 99 // 100))
-            wanted = Limit(less, f"{said}, {errors.brief(less)} beside what the allocator leaves unused)")
+            wanted = Limit(less, f"{said}; here {errors.brief(less)}, since the allocator leaves memory unused)")
             plan = self.plan_for(wanted)
-        return plan
+        return _promising(plan, **found.within(room))
 
     def plan_for(self, budget: object) -> Plan:
         """The plan for a budget, checked by its own simulation."""
@@ -301,7 +305,7 @@ class Planner:
         if self.whole is None:
             return None
         try:
-            return self.whole.plan(wanted)
+            return self.whole.plan_for(wanted)
         except errors.BudgetError:
             return None
 
@@ -679,7 +683,12 @@ def _around(option: Option, mlp: str) -> tuple[Choice, ...] | None:
 
 def untiled(plan: Plan, why: str) -> Plan:
     """A plan that says why it has no tiles where it might have."""
-    return replace(plan, prediction=plan.prediction and replace(plan.prediction, tiled=(why,)))
+    return _promising(plan, tiled=(why,))
+
+
+def _promising(plan: Plan, **figures: Any) -> Plan:
+    """A plan whose prediction has other figures."""
+    return replace(plan, prediction=plan.prediction and replace(plan.prediction, **figures))
 
 
 def _seconds(plan: Plan) -> float:

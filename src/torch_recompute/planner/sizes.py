@@ -1,7 +1,8 @@
 """A plan for calls of several sizes: each is planned by itself, for one budget.
 
 The largest comes first, because a budget in words ("fit", or a share of what recomputation can free) is turned into
-bytes by it; the others get the same bytes. Before anything is planned, the shapes are looked at.
+bytes by it; the others get the same bytes, and with "fit" each less where the allocator would run out of memory. Before
+anything is planned, the shapes are looked at.
 
 The first tensor of a call is its tokens, [batch, sequence], or their embeddings, [batch, sequence, width]. Any
 dimension of another tensor that is as long as the sequence is taken to be the sequence: labels, masks, positions. A
@@ -84,20 +85,22 @@ def _rising(names: Sequence[str], calls: list[ExampleCall]) -> list[ExampleCall]
     return calls
 
 
-def plan_calls(step: TrainingStep, calls: Sequence[ExampleCall], budget: Budget | Limit, leave: Leave) -> Plan:
-    """The plan for some calls, from small to large."""
+def plan_calls(
+    step: TrainingStep, calls: Sequence[ExampleCall], budget: Budget | Limit, leave: Leave, meant: Limit | None = None
+) -> Plan:
+    """The plan for some calls, from small to large; `meant` are the bytes of the budget, if they are known."""
     names = parameters(step.model)
     shapes = [size_of(names, *call) or () for call in calls]
     largest: Plan | None = None
     sizes: list[SizeClass] = []
     for shape, (args, kwargs) in zip(reversed(shapes), reversed(calls), strict=True):
         try:
-            plan = Planner(replace(step, args=args, kwargs=kwargs), leave=leave).plan(budget)
+            plan = Planner(replace(step, args=args, kwargs=kwargs), leave=leave).plan(budget, meant)
         except errors.BudgetError as error:
             text = f"sizes: for calls of {shape_in_words(shape)}, {error!s}"
             raise errors.BudgetError(text, error.smallest, error.solution) from None
         assert plan.prediction is not None
-        budget = Limit(plan.prediction.budget_bytes, plan.prediction.budget)
+        meant = meant or Limit(plan.prediction.budget_bytes, plan.prediction.budget)
         largest = largest or plan
         sizes.insert(0, SizeClass(shape, plan.choices, plan.prediction))
     assert largest is not None
@@ -120,7 +123,7 @@ def _plan_all(step: TrainingStep, budget: Budget | Limit, leave: Leave) -> Plan:
     curve = top.curve(allowed, MOST) if largest.choices else []
     found = {longest(partial(fits, plan), lengths.length) for plan in curve}
     calls = [lengths(length) for length in sorted(found) if length]
-    smaller = plan_calls(step, calls, allowed, leave) if calls else Plan()
+    smaller = plan_calls(step, calls, budget, leave, allowed) if calls else Plan()
     last = SizeClass(size_of(names, *step.call) or (), largest.choices, largest.prediction)
     return replace(largest, sizes=(*smaller.sizes, last))
 
