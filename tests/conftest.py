@@ -35,8 +35,8 @@ gc.disable()  # until all tests are collected: nothing of theirs is garbage, and
 # Prices that tests measure are not for anybody's later plans, nor are those of earlier runs for tests.
 os.environ["TORCH_RECOMPUTE_CACHE"] = tempfile.mkdtemp(prefix="torch-recompute-prices-")
 
-# Bitwise laws hold for any number of threads; small tensors are quickest with one or two.
-torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+# Bitwise laws hold for any number of threads; two would mostly wait for each other, as steps are many and small.
+torch.set_num_threads(1)
 
 # torch 2.15 counts the FLOPs of the CPU's fused attention; the tests' sums are of products, as on any torch before.
 for kind in ("", "_backward"):
@@ -55,15 +55,6 @@ def forget_plans() -> None:
     planned = sys.modules.get("torch_recompute.planner.known")
     if planned is not None:
         planned._last.clear()
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Steps are many and small: two threads would mostly wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @contextlib.contextmanager
@@ -135,14 +126,44 @@ def pytest_configure(config: pytest.Config) -> None:
         )
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadgroup` one worker gets all tests of a file, or of a row of the zoo; what they share is made once.
+
+    xdist's own scheduler finds the groups in names of tests, where pytest 9.2 does not let it write them:
+    https://github.com/pytest-dev/pytest-xdist/issues/1386
+    """
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    from support.zoo import ZOO
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file, _, test = nodeid.partition("::")
+            row = test.partition("[")[2].removesuffix("]")
+            return row if row in ZOO else file
+
+    config.option.loadscopereorder = False  # by the number of tests
+    return Groups(config, log)
+
+
 def pytest_collection_finish() -> None:
     """From here on there is garbage, which is looked for seldom: at every 700 new objects it took a twentieth."""
     gc.enable()
     gc.set_threshold(10_000, 20, 20)
 
 
+# Folders whose tests start processes or train. Workers begin with them, and end with files that take a few seconds.
+SLOW_FIRST = ("distributed", "project", "commands", "integrations", "compiling", "doctor", "planner", "plans", "memory")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked `gpu` where torch sees no CUDA device."""
+    """Skip what is marked `gpu` where torch sees no CUDA device; workers get slow folders first."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        places = {folder: number for number, folder in enumerate(SLOW_FIRST)}
+        items.sort(key=lambda item: places.get(item.path.parent.name, len(places)))
     if torch.cuda.is_available():
         return
     reason = f"needs a CUDA device; torch {torch.__version__} sees none on this machine"
@@ -191,6 +212,14 @@ def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
     yield
     torch.compiler.reset()
+
+
+@pytest.fixture(scope="session")
+def row(request: pytest.FixtureRequest) -> Any:
+    """A row of the zoo: what its tests find in several files is found once."""
+    from support.zoo_rows import Row
+
+    return Row(request.param)
 
 
 @pytest.fixture

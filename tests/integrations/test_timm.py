@@ -16,6 +16,7 @@ from torch import nn
 from plans import test_zoo_training as test_zoo
 from support import zoo
 from support.zoo_handmade import VisionTransformer
+from support.zoo_rows import Row
 from torch_recompute import apply
 from torch_recompute.integrations.policies import plan_of
 from torch_recompute.plan.units import find_units
@@ -88,6 +89,6 @@ def test_its_own_models(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     reason = "timm is no development dependency (its torchvision breaks transformers beside torch for the CPU)"
     timm: Any = pytest.importorskip("timm", reason=reason)
     monkeypatch.setitem(zoo.ZOO, make.__name__, lambda: make(timm))
-    test_zoo.test_training_is_the_same_under_every_plan(make.__name__)
+    test_zoo.test_training_is_the_same_under_every_plan(Row(make.__name__))
     torch.manual_seed(0)
     follows_its_switch(*zoo.build(make.__name__))

@@ -1,7 +1,7 @@
-"""The laws of the planner, over every model of the zoo; a row added there gains them all.
+"""The laws of the planner, over the models of the zoo; a row added there gains them all.
 
 Each row is profiled once, for a data sheet, so that nothing depends on this machine; the laws of a row share what was
-found: its options, its plans for two budgets, and their simulations.
+found: its options, the operations of its layers, its plans for two budgets, and their simulations.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torch import nn
 
 from support import zoo
 from support.training import promise_is_kept
-from support.zoo import ZOO, build, scalar_loss
+from support.zoo import each_row, scalar_loss
+from support.zoo_rows import Row
 from torch_recompute import Plan
 from torch_recompute.memory.loop import Loop
 from torch_recompute.plan.choice import joined
@@ -29,6 +30,8 @@ from torch_recompute.planner.ops import Op
 from torch_recompute.planner.planner import Planner
 from torch_recompute.planner.prices import Overhead
 from torch_recompute.simulation.training_step import TrainingStep
+
+pytestmark = each_row
 
 SHARES = (0.2, 0.7)  # of the activation memory
 
@@ -44,7 +47,7 @@ HELD_IN_CONTEXT = {"mixtral", "olmoe", "qwen3_moe"}
 
 
 @dataclass
-class Row:
+class Planned:
     """A model of the zoo, and what its planner found."""
 
     name: str
@@ -56,33 +59,34 @@ class Row:
         plans = [self.planner.plan(share) for share in SHARES]
         return [(plan, plan.prediction) for plan in plans if plan.prediction is not None]
 
-    def records(self) -> Iterator[tuple[str, SegmentRecord, Carries]]:
+    @cached_property
+    def records(self) -> list[tuple[str, SegmentRecord, Carries]]:
         """The operations of each kind of segment, and which regions of it carry decisions."""
-        captured, planner = self.planner._captured, self.planner
+        captured, planner, found = self.planner._captured, self.planner, []
         for kind in planner.costs.kinds:
             first = planner._kinds.index(kind)
             call, carries = captured.calls[first], partial(planner._carries, planner.paths[first])
             with captured.running():
                 inputs = [x.detach().requires_grad_(x.requires_grad) for x in call.inputs]
-                found = record(call.steps[0][0], partial(call.run, inputs), inputs)
-            yield kind, found, carries
+                found.append((kind, record(call.steps[0][0], partial(call.run, inputs), inputs), carries))
+        return found
 
     def guesses(self) -> Iterator[tuple[str, dict[Any, Guess]]]:
         """For each kind of segment what is guessed of every choice, as FLOPs in the place of seconds."""
-        for kind, found, carries in self.records():
+        for kind, found, carries in self.records:
             every = all_guesses(found, lambda op: float(op.flops), Overhead(), carries)
             yield kind, {guess.regions: guess for guess in every}
 
 
-@pytest.fixture(scope="module", params=ZOO)
-def row(request: pytest.FixtureRequest) -> Iterator[Row]:
-    """One model of the zoo with two layers, the first of a stack and one like those after it; few choices are tried."""
+@pytest.fixture(scope="module")
+def planned(row: Row) -> Iterator[Planned]:
+    """A row with two layers, the first of a stack and one like those after it; few choices are tried."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(zoo, "LAYERS", 2)
         patch.setattr(planning, "TRIED", 6)
-        model, inputs = build(request.param)
+        model, inputs = row.build()
         loop = Loop(hold_output=False)
-        yield Row(request.param, Planner(TrainingStep(model, (), inputs, loss=scalar_loss, device="h100", loop=loop)))
+        yield Planned(row.name, Planner(TrainingStep(model, (), inputs, loss=scalar_loss, device="h100", loop=loop)))
 
 
 def small_buffers(planner: Planner, path: str, parts: tuple[str, ...]) -> int:
@@ -91,25 +95,25 @@ def small_buffers(planner: Planner, path: str, parts: tuple[str, ...]) -> int:
     return sum(buffer.nbytes for module in modules for buffer in module.buffers() if buffer.numel() <= 16)
 
 
-def test_a_guess_is_what_a_trial_finds(row: Row) -> None:
+def test_a_guess_is_what_a_trial_finds(planned: Planned) -> None:
     """Bytes that an option stores, and FLOPs that it replays, are guessed from the graph as the engine does them."""
     tried = 0
-    for kind, guessed in row.guesses():
-        path = row.planner.paths[row.planner._kinds.index(kind)]
-        for option in row.planner.costs.kinds[kind].options[1:]:
+    for kind, guessed in planned.guesses():
+        path = planned.planner.paths[planned.planner._kinds.index(kind)]
+        for option in planned.planner.costs.kinds[kind].options[1:]:
             if option.span > 1 or option.regions not in guessed:  # of several segments, or of another call of this one
                 continue
             guess, tried = guessed[option.regions], tried + 1
-            copies = sum(small_buffers(row.planner, path, choice.paths) for choice in option.regions)
-            held = HELD_BESIDE_CHOICES.get(row.name, 0)
+            copies = sum(small_buffers(planned.planner, path, choice.paths) for choice in option.regions)
+            held = HELD_BESIDE_CHOICES.get(planned.name, 0)
             assert option.saved_bytes - guess.saved in (0, copies, held), option.regions
-            assert guess.seconds == option.flops or (row.name in REPLAYS_TOO_MUCH and guess.seconds < option.flops)
+            assert guess.seconds == option.flops or (planned.name in REPLAYS_TOO_MUCH and guess.seconds < option.flops)
     assert tried
 
 
-def test_the_least_choices_are_tried_whatever_operations_cost(row: Row) -> None:
+def test_the_least_choices_are_tried_whatever_operations_cost(planned: Planned) -> None:
     """Of the choices that are tried, one is as small as any, for each number of layers that have it."""
-    for _, found, carries in row.records():
+    for _, found, carries in planned.records:
         every = all_guesses(found, _upside_down, Overhead(), carries)
         tried = guesses(found, _upside_down, 6, Overhead(), carries, 8)
         for layers in range(1, 9):
@@ -122,49 +126,51 @@ def _upside_down(op: Op) -> float:
     return 1e9 / (1 + op.bytes)
 
 
-def test_a_prediction_is_what_is_simulated_and_measured(row: Row) -> None:
+def test_a_prediction_is_what_is_simulated_and_measured(planned: Planned) -> None:
     """A step under a plan takes the bytes and FLOPs that were predicted, and has the gradients of the plain one."""
 
     def fresh() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
-        model, inputs = build(row.name)
+        model, inputs = zoo.build(planned.name)
         return model, lambda: scalar_loss(model(**inputs))
 
-    for plan, promise in row.predictions:
-        assert row.planner.simulated(Plan(plan.choices)).peak_bytes == promise.peak_bytes
-    promise_is_kept(fresh, row.predictions[0][0], build(row.name)[1], exact=row.name not in SIZES_OF_DATA)
+    for plan, promise in planned.predictions:
+        assert planned.planner.simulated(Plan(plan.choices)).peak_bytes == promise.peak_bytes
+    promise_is_kept(
+        fresh, planned.predictions[0][0], zoo.build(planned.name)[1], exact=planned.name not in SIZES_OF_DATA
+    )
 
 
-def test_a_larger_budget_never_costs_more(row: Row) -> None:
+def test_a_larger_budget_never_costs_more(planned: Planned) -> None:
     """Seconds fall as the budget rises, down to those of the step without regions; no peak is above its budget."""
-    seconds = [promise.step_seconds for _, promise in row.predictions]
+    seconds = [promise.step_seconds for _, promise in planned.predictions]
     assert seconds == sorted(seconds, reverse=True)
-    assert all(promise.peak_bytes <= promise.budget_bytes for _, promise in row.predictions)
-    most = row.planner.plan(row.planner.plain.peak_bytes).prediction
+    assert all(promise.peak_bytes <= promise.budget_bytes for _, promise in planned.predictions)
+    most = planned.planner.plan(planned.planner.plain.peak_bytes).prediction
     assert most is not None
     assert most.step_seconds == most.plain_step_seconds <= seconds[-1]
 
 
-def test_no_plan_is_faster_than_its_bound(row: Row) -> None:
+def test_no_plan_is_faster_than_its_bound(planned: Planned) -> None:
     """What is said to be the least that any schedule takes within the budget is no more than what the plan takes."""
-    for _, promise in row.predictions:
+    for _, promise in planned.predictions:
         assert promise.plain_step_seconds <= promise.bound_seconds <= promise.step_seconds
 
 
-def test_what_a_plan_says_it_frees_is_freed(row: Row) -> None:
+def test_what_a_plan_says_it_frees_is_freed(planned: Planned) -> None:
     """Between forward and backward the layers keep so much less as the lines of the plan say."""
 
     def kept(choices: Plan) -> int:
         """Bytes but those that the model made outside of its layers, and passed to them."""
-        made = row.planner.simulated(choices).saved_by_module.items()
-        first = row.planner.paths[0]
+        made = planned.planner.simulated(choices).saved_by_module.items()
+        first = planned.planner.paths[0]
         return sum(n for module, n in made if module == first or not inside(first, module))
 
-    for plan, promise in row.predictions:
+    for plan, promise in planned.predictions:
         freed = kept(Plan()) - kept(Plan(plan.choices))
-        assert freed >= sum(line.count * line.freed_bytes for line in promise.lines) or row.name in HELD_IN_CONTEXT
+        assert freed >= sum(line.count * line.freed_bytes for line in promise.lines) or planned.name in HELD_IN_CONTEXT
 
 
-def test_a_budget_of_nothing_is_the_least_peak(row: Row) -> None:
+def test_a_budget_of_nothing_is_the_least_peak(planned: Planned) -> None:
     """`budget=0` and `"0%"` give the plan with the smallest peak, below which no budget is enough."""
-    least = row.planner.least[1].peak_bytes
-    assert [row.planner.plan(budget).predicted_peak_bytes for budget in (0, "0%")] == [least, least]
+    least = planned.planner.least[1].peak_bytes
+    assert [planned.planner.plan(budget).predicted_peak_bytes for budget in (0, "0%")] == [least, least]

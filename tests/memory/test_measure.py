@@ -3,11 +3,9 @@
 import copy
 import json
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from allocated import levels_in
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
@@ -26,7 +23,8 @@ from laws.watch import no_collector, on_threads
 from support.acted import ActedAllocator
 from support.blocks import BLOCK, block
 from support.models import Made
-from support.zoo import ZOO, build, scalar_loss
+from support.zoo import each_row
+from support.zoo_rows import Row, Steps, allocated
 from torch_recompute import saved_activations, simulate
 from torch_recompute._torch import storages
 from torch_recompute._torch.storages import cpu_allocations
@@ -230,49 +228,23 @@ def test_allocator_agrees(model: nn.Module, step: str, tmp_path: Path) -> None:
     assert m.peak_bytes <= peak <= m.peak_bytes + 8 * KIB
 
 
-def by_events(make: Callable[[], tuple[nn.Module, dict[str, object]]]) -> int:
-    """The peak of the second of two steps, by the allocator's events from before the model is built."""
-    second = 0
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        model, batch = make()
-        for number in range(2):
-            second = time.time_ns() if number else 0
-            scalar_loss(model(**batch)).backward()
-            model.zero_grad()
-    return max(level for when, level in levels_in(profiler) if when > second)
-
-
-def by_measure(make: Callable[[], tuple[nn.Module, dict[str, object]]]) -> int:
-    """The same by `measure`, around the second step alone."""
-    model, batch = make()
-    scalar_loss(model(**batch)).backward()
-    model.zero_grad()
-    with measure(model).track(*(x for x in batch.values() if isinstance(x, torch.Tensor))) as m:
-        scalar_loss(model(**batch)).backward()
-    return m.peak_bytes
-
-
-def computing(norm: Callable[[nn.Module], nn.Module]) -> Callable[[], tuple[nn.Module, dict[str, object]]]:
-    def made() -> tuple[nn.Module, dict[str, object]]:
-        torch.manual_seed(0)
-        return nn.Sequential(norm(nn.Linear(64, 64)), nn.GELU(), norm(nn.Linear(64, 64))), {"input": torch.ones(8, 64)}
-
-    return made
-
-
-STEPS = {
-    **{name: partial(build, name) for name in ZOO},
-    "weight_norm": computing(torch.nn.utils.weight_norm),
-    "spectral_norm": computing(torch.nn.utils.spectral_norm),
-}
+@each_row
+def test_measure_is_what_the_allocator_says(row: Row) -> None:
+    """Over the zoo the peak is that of the allocator's own events."""
+    found, said = row.measured.peak_bytes, allocated(row.build)
+    assert said * 0.995 <= found <= said * 1.005
 
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
-@pytest.mark.parametrize("name", STEPS)
-def test_measure_is_what_the_allocator_says(name: str) -> None:
-    """Over the zoo, and where a weight is computed in every forward, the peak is that of the allocator's own events."""
-    by_measure(STEPS[name])  # what libraries keep for good is made now
-    found, said = by_measure(STEPS[name]), by_events(STEPS[name])
+@pytest.mark.parametrize("norm", [torch.nn.utils.weight_norm, torch.nn.utils.spectral_norm])
+def test_a_weight_that_is_computed_in_every_forward(norm: Callable[[nn.Module], nn.Module]) -> None:
+    """The measured peak is that of the allocator's own events, which see the weight and what it is computed from."""
+
+    def made() -> tuple[nn.Module, dict[str, Any]]:
+        torch.manual_seed(0)
+        return nn.Sequential(norm(nn.Linear(64, 64)), nn.GELU(), norm(nn.Linear(64, 64))), {"input": torch.ones(8, 64)}
+
+    found, said = Steps(*made()).measured().peak_bytes, allocated(made)
     assert said * 0.995 <= found <= said * 1.005
 
 

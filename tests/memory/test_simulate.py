@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from support.models import Made
-from support.zoo import ZOO, build, mean_loss, plans, scalar_loss
+from support.zoo import ZOO, build, each_row, mean_loss, scalar_loss
+from support.zoo_rows import Row, Steps, tensors_in
 from torch_recompute import (
     ArgumentError,
     Choice,
@@ -34,54 +34,20 @@ from torch_recompute.simulation.step import where_it_runs
 ROUTED = {"megatron_moe"}
 
 
-def tensors_in(*values: Any) -> list[torch.Tensor]:
-    """The tensors in some nests."""
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-
-
-def measured(
-    model: nn.Module, inputs: dict[str, Any], optimizer: torch.optim.Optimizer | None = None, *, hold: bool = True
-) -> Any:
-    """What `measure` says of the second of two steps, in a loop that holds the output or one that does not."""
-    out: Any = None
-    loss: Any = None
-
-    def step() -> None:
-        nonlocal out, loss
-        torch.manual_seed(1)
-        if hold:
-            out = model(**inputs)
-            loss = scalar_loss(out)
-            loss.backward()
-        else:
-            scalar_loss(model(**inputs)).backward()
-        if optimizer is not None:
-            optimizer.step()
-        model.zero_grad()
-
-    step()
-    with measure(model, optimizer).track(*tensors_in(inputs, out, loss)) as m:
-        step()
-    return m
-
-
-@pytest.mark.parametrize("name", ZOO)
-def test_equals_the_measurement_of_the_real_step(name: str) -> None:
-    """Peak and categories are those of the real step to the byte: plain with its output held; every other one planned.
+@each_row
+def test_equals_the_measurement_of_the_real_step(row: Row) -> None:
+    """Peak and categories are those of the real step to the byte: plain with its output held, and planned without.
 
     The batch counts as "other"; so does the output that the step before has left, which dies when the forward returns.
     """
-    model, inputs = build(name)
-    number, known = list(ZOO).index(name), list(plans(model).values())
-    steps = [(Plan(), True)]
-    if number % 2 == 0:
-        steps.append((known[number // 2 % len(known)], False))
-    for plan, hold in steps:
-        model, inputs = build(name)
-        simulated = simulate(model, (), inputs, plan=plan, loss=scalar_loss, hold_output=hold)
-        apply(model, plan)
-        real = measured(model, inputs, hold=hold)
-        if name in ROUTED:
+    model, inputs = row.build()
+    known = [*row.plans.values()]
+    plan = known[-1 - [*ZOO].index(row.name) % len(known)]
+    plain = simulate(model, (), inputs, loss=scalar_loss)
+    planned = simulate(model, (), inputs, plan=plan, loss=scalar_loss, hold_output=False)
+    apply(model, plan)
+    for simulated, real in ((plain, row.measured), (planned, Steps(model, inputs, hold=False).measured())):
+        if row.name in ROUTED:
             assert simulated.peak_bytes == pytest.approx(real.peak_bytes, rel=0.005)
         else:
             assert (simulated.peak_bytes, simulated.by_category) == (real.peak_bytes, real.by_category), str(plan)
@@ -91,7 +57,7 @@ def test_equals_the_measurement_of_the_real_step(name: str) -> None:
 def test_the_step_is_one_from_the_middle_of_training(optimizer: Any) -> None:
     """The optimizer's state is there from the start, whichever way the optimizer is given."""
     model, inputs = build("handmade_gpt")
-    real = measured(model, inputs, optimizer(model.parameters()))
+    real = Steps(model, inputs, optimizer=optimizer(model.parameters())).measured()
     made = simulate(model, (), inputs, loss=scalar_loss, optimizer=optimizer)
     given = simulate(model, (), inputs, loss=scalar_loss, optimizer=optimizer(model.parameters()))
     assert made.by_category == given.by_category == real.by_category
@@ -150,7 +116,7 @@ def test_an_optimizer_that_goes_over_lists_takes_what_it_does(options: dict[str,
     model, inputs = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64)), {"input": torch.randn(1, 64)}
     model[2].weight = nn.Parameter(torch.randn(64, 64).t())
     make = partial(torch.optim.Adam, foreach=True, **options)
-    real = measured(model, inputs, make(model.parameters()))
+    real = Steps(model, inputs, optimizer=make(model.parameters())).measured()
     made = simulate(model, (), inputs, loss=scalar_loss, optimizer=make)
     assert made.peak.phase == "optimizer"
     assert (made.peak_bytes, made.by_category) == (real.peak_bytes, real.by_category)
@@ -172,7 +138,7 @@ class Emptied(nn.Linear):
 def test_storages_that_are_resized_without_an_operator_are_seen() -> None:
     """Peak and categories are those of the real step where storages are emptied between operations."""
     model, inputs = nn.Sequential(*(Emptied(64, 64) for _ in range(3))), {"input": torch.randn(512, 64)}
-    simulated, real = simulate(model, (), inputs, loss=scalar_loss), measured(model, inputs)
+    simulated, real = simulate(model, (), inputs, loss=scalar_loss), Steps(model, inputs).measured()
     assert (simulated.peak_bytes, simulated.by_category) == (real.peak_bytes, real.by_category)
 
 
@@ -186,7 +152,7 @@ def test_a_tensor_gets_the_memory_of_another_each_time() -> None:
         return made
 
     model, inputs = Made(pass_on, up=nn.Linear(8, 64)), {"x": torch.randn(16, 8)}
-    assert simulate(model, (), inputs, loss=scalar_loss).peak_bytes == measured(model, inputs).peak_bytes
+    assert simulate(model, (), inputs, loss=scalar_loss).peak_bytes == Steps(model, inputs).measured().peak_bytes
 
 
 def test_nothing_of_the_users_is_changed() -> None:
@@ -332,7 +298,7 @@ def test_values_of_a_mask_decide_as_in_a_real_run(hidden: int) -> None:
     """What a model does after reading an integer argument is what it would do for real."""
     mask = torch.arange(16) >= hidden
     model, inputs = Masked(), {"x": torch.randn(16, 8), "mask": mask}
-    assert simulate(model, (), inputs, loss=scalar_loss).peak_bytes == measured(model, inputs).peak_bytes
+    assert simulate(model, (), inputs, loss=scalar_loss).peak_bytes == Steps(model, inputs).measured().peak_bytes
 
 
 class Caught(nn.Module):

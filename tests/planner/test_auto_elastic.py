@@ -15,8 +15,6 @@ from support.limited import limited, missing
 from torch_recompute import ArgumentError, BudgetError, Elastic, Plan, auto, make_plan
 from torch_recompute.simulation.devices import Roofline
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 pytest.importorskip("numpy", reason="numpy is not installed (planning needs it)")
 
 WIDTH, ROWS, LAYERS = 32, 64, 4

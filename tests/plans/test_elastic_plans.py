@@ -23,8 +23,6 @@ from support.limited import Limited, limited, missing
 from torch_recompute import Applied, ArgumentError, Choice, Elastic, Plan, apply, no_recompute, simulate
 from torch_recompute.plan.plan import Line, Prediction, SizeClass
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 ROWS, WIDTH, LAYERS = 64, 32, 6
 needs_limit = pytest.mark.skipif(bool(missing()), reason=missing())
 EVICTIONS = [("never", False), ("forward", False), ("forward", True), ("inside", True)]

@@ -13,9 +13,11 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from support.zoo import ZOO, build, plans, step
+from support.zoo import FEW, ZOO, build, each_row, step
+from support.zoo_rows import Row
 from torch_recompute import ArgumentError, RecomputeConfig, apply, saved_activations
 from torch_recompute.plan.labels import LABELS, matching
+from torch_recompute.plan.roles import inside
 from torch_recompute.plan.units import find_units
 
 # Frozen matrices do not save the norm's output, and each adapter saves a copy of its own (dropped out).
@@ -51,22 +53,22 @@ def kept(model: nn.Module, inputs: dict[str, Any]) -> int:
     return saved_activations(model, (), inputs).total_bytes
 
 
-@pytest.mark.parametrize("name", ZOO)
-def test_training_is_the_same_under_every_plan(name: str) -> None:
+@each_row
+def test_training_is_the_same_under_every_plan(row: Row) -> None:
     """Loss, gradients and buffers equal those without a plan to the last bit; every plan keeps less and replays more.
 
     Between forward and backward it keeps fewer bytes than none, and larger groups fewer than small ones. PyTorch's
     counter finds in a step with the plan exactly the FLOPs more that the plan's report names.
     """
-    model, inputs = build(name)
-    plain, plain_bytes, plain_flops = step(model, inputs), kept(model, inputs), flops(model, inputs)
+    model, inputs = row.build()
+    plain_bytes, plain_flops = kept(model, inputs), flops(model, inputs)
     bytes_of: dict[str, int] = {}
-    for kind, plan in plans(model).items():
-        other, inputs = build(name)
+    for kind, plan in row.plans.items():
+        other, inputs = row.build()
         handle = apply(other, plan)
         ours = step(other, inputs)
-        assert ours.keys() == plain.keys(), kind
-        different = [key for key in plain if not torch.equal(ours[key], plain[key])]
+        assert ours.keys() == row.plain.keys(), kind
+        different = [key for key in row.plain if not torch.equal(ours[key], row.plain[key])]
         assert different == [], f"{kind}: {different[:3]}"
         bytes_of[kind] = kept(other, inputs)
         # Regions in regions: what the inner one repeats is in the outer one's row as well. A block is as uniform is.
@@ -76,7 +78,7 @@ def test_training_is_the_same_under_every_plan(name: str) -> None:
             more = flops(other, inputs) - plain_flops
         assert handle.report().flops == more, kind
         assert (more == 0) if kind in ("moe_act", "layernorm") else (more >= 0)
-    assert {kind for kind, n in bytes_of.items() if n >= plain_bytes} == NOTHING_TO_FREE.get(name, set())
+    assert {kind for kind, n in bytes_of.items() if n >= plain_bytes} == NOTHING_TO_FREE.get(row.name, set())
     assert bytes_of["uniform 1"] < bytes_of["block"] or len(find_units(model).layers) <= 2
     assert bytes_of["uniform 2"] <= bytes_of["uniform 1"]
 
@@ -99,10 +101,26 @@ def test_label_that_frees_nothing_is_refused(name: str) -> None:
     assert all("forward" not in module.__dict__ for module in model.modules())
 
 
-def test_zoo_is_large_enough() -> None:
-    """At least twenty architectures of real library code, and every label matches somewhere."""
+def parts_of(name: str) -> set[Any]:
+    """The roles and labels of a model, and its kinds of layers: which roles are in one, and which by the layer's calls.
+
+    Also how many stacks it has, and whether some of its parameters are frozen or have two names.
+    """
+    model = build(name)[0]
+    units = find_units(model)
+    found: set[Any] = {unit.role for unit in units} | {label for label, count in matching(units).items() if count}
+    for layer in units.layers:
+        within = [unit for unit in units if inside(unit.path, layer.path) and unit.role not in ("layer", "activation")]
+        found.add(frozenset((unit.role, bool(unit.parts) and unit.parts != ("@attention",)) for unit in within))
+    parameters = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
+    frozen, tied = not all(one.requires_grad for one in parameters), len({*map(id, parameters)}) < len(parameters)
+    return found | {f"{len(units.stacks)} stacks", f"frozen: {frozen}", f"tied: {tied}"}
+
+
+def test_few_models_have_every_part_of_the_zoo() -> None:
+    """At least thirty architectures, mostly real library code; every label, and ten of them have every kind of part."""
     assert len(ZOO) >= 30
-    found: set[str] = set()
-    for name in ZOO:
-        found |= {label for label, count in matching(find_units(build(name)[0])).items() if count}
-    assert found == set(LABELS)
+    assert len(FEW) <= 10
+    few, every = (set().union(*map(parts_of, names)) for names in (FEW, ZOO))
+    assert few == every
+    assert set(LABELS) <= every

@@ -27,7 +27,6 @@ EXAMPLES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.nightly
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -10,6 +10,9 @@ where a library cannot be installed here or has no small model, a few lines by h
 `zoo_handmade.py`. All are float32 on the CPU, in training mode, with dropout on wherever the architecture has
 it, so that a replay which draws other random numbers shows. No cache of keys and values is asked for.
 
+`each_row` gives a test the fixture `row` of each model (`zoo_rows.py`): of `FEW` in every run, of the others in
+`make test-all`. Together the few have every role, label and kind of layer that the zoo has.
+
 transformers is imported inside the functions only: a machine without it (Python 3.10) skips those rows with a reason.
 """
 
@@ -217,6 +220,18 @@ PLAIN: dict[str, Callable[[], Built]] = {
     "convnext": lambda: (ConvNeXt((8, 16), (2, 3)), {"x": torch.randn(BATCH, 3, 16, 16)}),
 }
 ZOO = {**LIBRARY, **PLAIN}
+FEW = (
+    *("mixtral", "qwen3_moe", "deepseek_v3", "mamba", "whisper", "lora_llama"),
+    *("torch_decoder", "megatron_moe", "torchtitan_moe", "convnext"),
+)
+
+
+def row_of(name: str) -> Any:
+    """The parameter for a row; only the tests of a few rows are in the fast tier."""
+    return pytest.param(name, id=name, marks=[] if name in FEW else [pytest.mark.nightly])
+
+
+each_row = pytest.mark.parametrize("row", [row_of(name) for name in ZOO], indirect=True)
 
 
 def build(name: str, seed: int = 0) -> Built:
