@@ -11,7 +11,7 @@ import re
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -92,7 +92,7 @@ COMMANDS = (
         plots="",
     ),
     Command(
-        "plan support.nondeterministic:pair --device h100 --budget 1MiB --largest-batch",
+        "plan support.nondeterministic:pair --device h100 --budget 40KiB --largest-batch --optimizer none",
         f"{TASK} found most points plan",
         "--budget 40%",
     ),
@@ -144,7 +144,14 @@ COMPUTING = (
     (bench, "run"),
 )
 
-each = pytest.mark.parametrize("row", COMMANDS, ids=lambda row: row.argv[:40])
+
+def rows(of: Iterable[Command], *nightly: str) -> pytest.MarkDecorator:
+    """Parametrizes a test by commands, of which those that begin with one of some words are nightly."""
+    marks = {row: [pytest.mark.nightly] if row.argv.startswith(nightly) else [] for row in of}
+    return pytest.mark.parametrize("row", [pytest.param(row, id=row.argv[:40], marks=marks[row]) for row in marks])
+
+
+each = rows(COMMANDS, "peers")
 
 
 def run(argv: str, *more: str) -> int:
@@ -171,6 +178,7 @@ def once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         few = [way for way in ways.peers(Config(layers=1)) if way.family != ways.COMPILED][:3]
         patch.setattr(comparing, "peers", lambda config: few)
+        patch.setattr("torch_recompute.planner.longest.SIZES", 1)
         for module, name in COMPUTING:
             patch.setattr(module, name, remembered(getattr(module, name)))
         yield
@@ -252,7 +260,7 @@ def test_documents(row: Command, capsys: pytest.CaptureFixture[str]) -> None:
     assert {type(value) for key, value in seen if key.endswith("_seconds") and value is not None} <= {float}
 
 
-@each
+@rows(COMMANDS)
 def test_what_may_not_be_asked(row: Command, capsys: pytest.CaptureFixture[str]) -> None:
     """A wrong option ends with 2, whatever finds it, and leaves stdout empty."""
     try:
@@ -264,7 +272,7 @@ def test_what_may_not_be_asked(row: Command, capsys: pytest.CaptureFixture[str])
     assert "torch-recompute" in output.err or "benchmarks/peers" in output.err
 
 
-@pytest.mark.parametrize("row", [row for row in COMMANDS if row.otherwise], ids=lambda row: row.argv[:40])
+@rows([row for row in COMMANDS if row.otherwise], "bench run")
 def test_other_answers(row: Command, capsys: pytest.CaptureFixture[str]) -> None:
     """A check that fails ends with 1, and what does not fit with 3."""
     assert row.otherwise is not None
@@ -274,7 +282,7 @@ def test_other_answers(row: Command, capsys: pytest.CaptureFixture[str]) -> None
         assert run(row.argv, *options.split(), "--exit-zero") == cli.OK
 
 
-@pytest.mark.parametrize("row", [row for row in COMMANDS if row.plots is not None], ids=lambda row: row.argv[:40])
+@rows([row for row in COMMANDS if row.plots is not None], "peers")
 def test_pictures(row: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`--plot` draws into a file, in the form that its name says, beside what is printed."""
     path = tmp_path / "picture.svg"

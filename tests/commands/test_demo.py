@@ -169,7 +169,7 @@ def test_default_text_is_real_and_bounded() -> None:
     assert b"import" in bytes(text[:10000].tolist())
 
 
-VARIED = DemoConfig(steps=8, layers=3, d_model=32, seq=256, batch=1)
+VARIED = DemoConfig(steps=6, layers=2, d_model=16, seq=128, batch=1)
 
 
 @pytest.fixture(scope="module")

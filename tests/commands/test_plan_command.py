@@ -1,4 +1,9 @@
-"""`torch-recompute plan`: models by name and by file, the table, the JSON document, the curve, and each exit code."""
+"""`torch-recompute plan`: models by name and by file, the table, the JSON document, the curve, and each exit code.
+
+A few commands plan a whole step. Of the others is tested what a planner or a search is given, and what is printed of a
+result that is there already; `test_models.py` has the options of the step itself. The rest of the whole commands are
+nightly.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +12,10 @@ import io
 import json
 import signal
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -16,15 +23,19 @@ from rich.console import Console
 from torch import nn
 
 from support.models import LLAMA, Made
-from torch_recompute import Plan, apply, errors, make_plan, peaks
+from torch_recompute import Choice, Plan, SizeClass, apply, errors, make_plan, peaks
 from torch_recompute.commands import cli, output
 from torch_recompute.commands.models import PRESETS, batch_for, load
 from torch_recompute.commands.plan import _point, _print_most
-from torch_recompute.plan.plan import Prediction, SizeClass
+from torch_recompute.plan.plan import Prediction
 from torch_recompute.planner.configurations import PEAK_WORDS
+from torch_recompute.planner.hosts import Leave
 from torch_recompute.planner.layout import LayoutPlanner
 from torch_recompute.planner.longest import Longest, LongestOnRanks
+from torch_recompute.planner.states import Stated
 from torch_recompute.simulation.training_step import TrainingStep
+
+ONE_PROCESS = True  # the ranks of one step are profiled once
 
 
 def block() -> nn.Module:
@@ -57,6 +68,7 @@ def three() -> tuple[nn.Module, int, int]:
 
 
 pytestmark = pytest.mark.usefixtures("plain_terminal", "this_test")
+nightly = pytest.mark.nightly
 
 
 @pytest.fixture
@@ -120,39 +132,6 @@ def test_positions_by_name() -> None:
     assert PRESETS["llama3.1-8b"]["max_position_embeddings"] == 131072
 
 
-def test_a_batch_of_sound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whisper gets features of sound and the tokens of a text; no more tokens than its table of positions has."""
-    sizes = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
-    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": 64, "num_mel_bins": 8}
-    more = {
-        "max_source_positions": 12,
-        "max_target_positions": 20,
-        **{f"{x}_token_id": 1 for x in ("pad", "bos", "eos")},
-    }
-    path = tmp_path / "config.json"
-    head = {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"], "decoder_start_token_id": 2}
-    path.write_text(json.dumps({**head, **sizes, **heads, **more}))
-    found = document(capsys, str(path), "--batch", "3", "--recompute", "none,full")
-    assert found["inputs"] == {"input_features": [3, 8, 24], "labels": [3, 20]}
-    plain, full = found["configurations"]
-    assert full["peak_bytes"] < plain["peak_bytes"]
-    assert document(capsys, str(path), "--sequence", "7", "--recompute", "none")["inputs"]["labels"] == [1, 7]
-    assert cli.main(["plan", str(path), "--sequence", "21", "--recompute", "none"]) == cli.USAGE
-    assert "has 20 positions, in a table (model.decoder.embed_positions)" in capsys.readouterr().err
-
-
-def test_layers_without_their_kernel_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Layers that are planned from reference code are named, with the package that has their kernel."""
-    path = tmp_path / "config.json"
-    head = {"model_type": "nemotron_h", "architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "M-*-M-"}
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
-    mamba = {"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1, "chunk_size": 16}
-    path.write_text(json.dumps({**head, **sizes, **mamba, "head_dim": 8, "vocab_size": 64}))
-    (note,) = document(capsys, str(path), "--sequence", "32", "--recompute", "full")["notes"]
-    assert note.startswith("2 NemotronHMamba2Mixer are planned from the reference code of transformers")
-    assert "mamba_ssm" in note
-
-
 def test_devices_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     """A device that is not known is refused with names close to it; an alias is the device that it means."""
     for asked, near in (("gb20", "gb200"), ("MI300", "mi300x"), ("h100sxm", "h100")):
@@ -169,8 +148,11 @@ def test_devices_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert document(capsys, *argv, "a6000")["device"] == "rtx-a6000"
 
 
-def test_a_configuration(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The table is the plan's own, progress goes to stderr, and the file holds the plan that `make_plan` makes."""
+def test_a_configuration(
+    llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table is the plan's own, as it is in the file, and nothing goes to stderr."""
+    monkeypatch.setattr(errors.text, "LINES", 1e9)  # on a busy machine work would be said to be long
     out = tmp_path / "plan.json"
     argv = ["--batch", "2", "--sequence", "256", "--dtype", "fp32", "--budget", "0.3", "--out", str(out)]
     assert cli.main(["plan", llama, *argv]) == cli.OK
@@ -181,24 +163,34 @@ def test_a_configuration(llama: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "in float32; input_ids 2 x 256, labels 2 x 256; layers eager; optimizer adamw-fused" in first
     assert table[: len(str(plan).splitlines())] == str(plan).splitlines()
     assert output.err == ""
+    assert plan.prediction is not None
+    assert plan.prediction.peak_bytes <= plan.prediction.budget_bytes < plan.prediction.plain_peak_bytes
 
+
+@nightly
+def test_a_configuration_in_python(llama: str, tmp_path: Path) -> None:
+    """The file holds the plan that `make_plan` makes of the model and the batch, and it can be applied."""
+    out = tmp_path / "plan.json"
+    argv = ["--batch", "2", "--sequence", "256", "--dtype", "fp32", "--budget", "0.3", "--out", str(out), "--quiet"]
+    assert cli.main(["plan", llama, *argv]) == cli.OK
     model = load(llama, torch.float32).model
     ids = torch.ones(2, 256, dtype=torch.long)
     batch = {"input_ids": ids, "labels": ids, "use_cache": False}
-    assert plan == make_plan(model, (), batch, budget=0.3, optimizer="adamw-fused", device="h100")
+    plan = make_plan(model, (), batch, budget=0.3, optimizer="adamw-fused", device="h100")
+    assert plan == Plan.from_json(out.read_text())
     apply(model, plan).remove()
 
 
-def test_json(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     """The document says the step, the plan as `Plan.from_json` reads it, and the step without it."""
-    found = document(capsys, llama, "--sequence", "128", "--budget", "50%", "--optimizer", "sgd", "--device", "a100")
+    found = document(capsys, "this_test:pair", "--budget", "50%", "--optimizer", "sgd", "--device", "a100")
     assert list(found) == [
         *("schema_version", "command", "model", "class", "parameters", "dtypes", "inputs", "layers", "optimizer"),
         *("offload", "host_bandwidth", "tiles", "notes", "hold_output", "accumulate", "set_to_none", "device"),
         *("plain", "advice", "plan"),
     ]
     assert (found["schema_version"], found["command"], found["device"]) == (1, "plan", "a100")
-    assert found["inputs"] == {"input_ids": [1, 128], "labels": [1, 128]}
+    assert found["inputs"] == {"input": [256, 8]}
     plan = Plan.from_json(json.dumps(found["plan"]))
     assert plan.prediction is not None
     assert plan.prediction.peak_bytes <= plan.prediction.budget_bytes < found["plain"]["peak_bytes"]
@@ -241,12 +233,14 @@ def test_a_curve_with_nothing_to_gain(capsys: pytest.CaptureFixture[str]) -> Non
     assert document(capsys, "this_test:pair", "--frontier", "--device", "h100")["flat"] == []
 
 
-def test_configurations(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_configurations(llama: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The peaks of `--recompute` are those of `peaks` in Python, in the table and in the document, also if repeated."""
-    argv = [llama, "--batch", "2", "--sequence", "256", "--dtype", "fp32", "--no-hold-output"]
+    argv = [llama, "--batch", "2", "--sequence", "1024", "--dtype", "fp32", "--no-hold-output"]
     words = ["--recompute", "none,full,core_attn,mlp", "--recompute", "mlp"]
     found = document(capsys, *argv, *words)
-    batch = batch_for(model := load(llama, torch.float32).model, "it", 2, 256)
+    (note,) = found["notes"]
+    assert "1,024 tokens are more than the 512 positions" in note
+    batch = batch_for(model := load(llama, torch.float32).model, "it", 2, 1024)
     names = ["none", "full", "core_attn,mlp", "mlp"]
     same = peaks(model, batch, recompute=words[1::2], optimizer="adamw-fused", device="h100", hold_output=False)
     assert found["configurations"] == [json.loads(json.dumps(one.as_data())) for one in same]
@@ -254,34 +248,135 @@ def test_configurations(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["device"] == "h100"
     for one in found["configurations"]:
         assert one["peak_bytes"] == sum(one["made_of"].values())
+    monkeypatch.setattr("torch_recompute.commands.plan.peaks_of", lambda *_: same)
     assert cli.main(["plan", *argv, *words, "--explain"]) == cli.OK
     output = capsys.readouterr().out
     assert str(same) in output
+    assert note in output
     assert all(f"\n{word}" in output for word in PEAK_WORDS)
 
 
-def test_positions_that_are_computed_or_a_table(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A sequence beyond the positions is planned with a note where they are rotary, refused where they are a table."""
-    beyond = 2 * LLAMA["max_position_embeddings"]
-    found = document(capsys, llama, "--sequence", str(beyond), "--recompute", "full")
-    assert found["inputs"]["input_ids"] == [1, beyond]
-    (note,) = found["notes"]
-    assert f"{beyond:,} tokens are more than the {beyond // 2:,} positions" in note
-    assert "rotary" in note
-    assert cli.main(["plan", llama, "--sequence", str(beyond), "--budget", "0.5", "--pp", "3"]) == cli.OK
-    assert note in capsys.readouterr().out
-    assert document(capsys, llama, "--sequence", str(beyond // 2), "--recompute", "full")["notes"] == []
-    for kind, table in (("gpt2", "transformer.wpe"), ("opt", "model.decoder.embed_positions")):
-        sizes = {"n_positions": 32, "max_position_embeddings": 32, "n_layer": 1, "num_hidden_layers": 1}
-        names = {"gpt2": "GPT2LMHeadModel", "opt": "OPTForCausalLM"}
-        config = tmp_path / f"{kind}.json"
-        config.write_text(json.dumps({"model_type": kind, "architectures": [names[kind]], **sizes}))
-        assert cli.main(["plan", str(config), "--sequence", "33", "--recompute", "none"]) == cli.USAGE
-        assert f"has 32 positions, in a table ({table})" in capsys.readouterr().err
-        assert cli.main(["plan", str(config), "--sequence", "32", "--recompute", "none", "--quiet"]) == cli.OK
-        capsys.readouterr()
+class Reached(Exception):
+    """What a command has given to that which plans or searches: its name and the arguments."""
 
 
+@pytest.fixture
+def reached(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, ...]]:
+    """Runs a command up to where something is planned, searched for or simulated; returns what that is given."""
+
+    def stop(name: str, *args: Any, **kwargs: Any) -> NoReturn:
+        raise Reached(name, *args, *kwargs.values())
+
+    for name in ("Planner", "peaks_of", "Longest", "LayoutPlanner", "LayoutRanks", "LongestOnRanks"):
+        monkeypatch.setattr(f"torch_recompute.commands.plan.{name}", partial(stop, name))
+
+    def run(*argv: str) -> tuple[Any, ...]:
+        with pytest.raises(Reached) as caught:
+            cli.main(["plan", *argv])
+        return caught.value.args
+
+    return run
+
+
+def test_what_is_planned_with(reached: Callable[..., tuple[Any, ...]]) -> None:
+    """A budget and a curve have a planner of the step, with what else a plan may use; configurations are simulated."""
+    for asked in (["--budget", "0.5"], ["--frontier"]):
+        name, step, leave = reached("this_test:pair", *asked, "--offload", "1GiB", "--device", "a100")
+        assert (name, step.device, leave) == ("Planner", "a100", Leave("1GiB"))
+    name, step, plans, leave, dashes = reached("this_test:pair", "--recompute", "none,full", "--recompute", "0")
+    assert (name, [*plans], leave, dashes) == ("peaks_of", ["none", "full", "0"], Leave(), "--")
+    assert [choice.paths for choice in plans["0"]] == [("0",)]
+
+
+def test_autocast_is_on_where_a_step_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dtype of `--autocast` is that of the block in which a step is profiled, simulated and searched."""
+    seen: list[torch.dtype | None] = []
+
+    def stop(*_: Any, **__: Any) -> NoReturn:
+        seen.append(torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None)
+        raise Reached
+
+    for name in ("Planner", "peaks_of", "Longest.plan"):
+        monkeypatch.setattr(f"torch_recompute.commands.plan.{name}", stop)
+    for asked in ("--budget 0.5", "--recompute full", "--budget 1GiB --largest-batch"):
+        for autocast in ("", " --autocast bf16", " --autocast fp16"):
+            with pytest.raises(Reached):
+                cli.main(["plan", "this_test:pair", *(asked + autocast).split()])
+    assert seen == [None, torch.bfloat16, torch.float16] * 3
+
+
+@pytest.mark.parametrize("asked", [[], ["--recompute", "full"]], ids="".join)
+def test_what_a_search_is_given(
+    asked: list[str], llama: str, tmp_path: Path, reached: Callable[..., tuple[Any, ...]]
+) -> None:
+    """The longest and the largest are searched for within the budget, up to the end of a table of positions."""
+    name, step, budget, leave, batch, most, dashes = reached(
+        llama, "--longest", "--budget", "1GiB", "--fsdp", "2", "--cp", "2", *asked
+    )
+    assert (name, budget, leave, batch, most, dashes) == ("Longest", "1GiB", Leave(), False, None, "--")
+    assert step.ranks.cp == 2
+    _, _, budget, leave, batch, most, _ = reached(
+        "this_test:pair", "--largest-batch", "--budget", "fit", "--tiles", *asked
+    )
+    assert (budget, leave, batch, most) == ("fit", Leave(tiles=True), True, None)
+    config = tmp_path / "config.json"
+    sizes = {"n_positions": 96, "n_layer": 1, "n_embd": 8, "n_head": 1, "vocab_size": 16}
+    config.write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **sizes}))
+    assert reached(str(config), "--longest", "--budget", "1GiB", *asked)[5] == 96
+
+
+def test_what_ranks_are_planned_with(llama: str, reached: Callable[..., tuple[Any, ...]]) -> None:
+    """Ranks have the model, their layout, the tokens, the optimizer with its states, the device, and what else."""
+    argv = [llama, "--pp", "3", "--dp", "2", "--mbs", "2", "--batch", "24", "--sequence", "64"]
+    states = ["--optimizer-on-host", "--offload", "--device", "a100"]
+    name, model, word, layout, *others = reached(*argv, *states, "--budget", "50%")
+    assert (name, type(model).__name__, word) == ("LayoutPlanner", "LlamaForCausalLM", llama)
+    assert (layout.ranks.pp, layout.ranks.dp, layout.mbs, layout.microbatches) == (3, 2, 2, 6)
+    assert others == [64, "adamw", "a100", Stated(None, "", on_host=True), Leave(offload=True)]
+    assert reached(*argv, "--frontier", "--states", "8bit")[0] == "LayoutPlanner"
+    name, _, _, layout, tokens, *_ = reached(*argv, "--recompute", "full")
+    assert (name, layout.mbs, tokens) == ("LayoutRanks", 2, 64)
+    name, make, budget, batch, most = reached(*argv, "--budget", "1GiB", "--longest")
+    assert (name, budget, batch, most) == ("LongestOnRanks", "1GiB", False, None)
+    layout, tokens = make(lambda *args: args[2:4], 128)
+    assert (layout.mbs, layout.batch, tokens) == (2, 24, 128)
+    name, make, _, batch, _ = reached(*argv, "--budget", "1GiB", "--largest-batch")
+    assert (name, batch) == ("LongestOnRanks", True)
+    layout, tokens = make(lambda *args: args[2:4], 4)
+    assert (layout.mbs, layout.batch, layout.microbatches, tokens) == (4, 48, 6, 64)
+
+
+def test_what_a_search_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The most that was found is printed with a row for each size, and is in the document and in the file of a plan."""
+    model, batch, loss = pair()
+    promise = make_plan(model, batch, budget=0.5, loss=loss, device="h100", optimizer="none").prediction
+    assert promise is not None
+    smaller = replace(promise, peak_bytes=2**20, step_seconds=0.25, plain_step_seconds=0.2)
+    larger = replace(promise, peak_bytes=3 * 2**20, step_seconds=0.5, plain_step_seconds=0.4)
+    sizes = SizeClass((512, 8), (), smaller), SizeClass((1500, 8), (Choice(("0",)),), larger)
+
+    def plan(self: Longest) -> Plan:
+        self.best = 1500
+        return Plan(sizes=sizes)
+
+    monkeypatch.setattr(Longest, "plan", plan)
+    argv = ["this_test:pair", "--largest-batch", "--budget", "3MiB", "--device", "h100", "--optimizer", "none"]
+    found = document(capsys, *argv)
+    assert (found["found"], found["most"]) == ("batch", 1500)
+    assert [point["shape"] for point in found["points"]] == [[512, 8], [1500, 8]]
+    assert [point["items_per_second"] for point in found["points"]] == [512 * 8 / 0.25, 1500 * 8 / 0.5]
+    assert Plan.from_json(json.dumps(found["plan"])) == Plan(sizes=sizes)
+    assert cli.main(["plan", *argv]) == cli.OK
+    said = capsys.readouterr().out
+    assert "at most 1,500 items in a batch: peak 3.00 MiB" in said
+    rows = [line.split() for line in said.splitlines() if "%" in line and "x 8" in line]
+    assert [(row[0], *row[3:6]) for row in rows] == [
+        ("512", "1.00", "250.0", "+25.0%"),
+        ("1500", "3.00", "500.0", "+25.0%"),
+    ]
+
+
+@nightly
 def test_the_longest_sequence(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The most tokens that a budget holds, five lengths with seconds and tokens per second, and a plan for all."""
     out = tmp_path / "plan.json"
@@ -299,6 +394,7 @@ def test_the_longest_sequence(llama: str, tmp_path: Path, capsys: pytest.Capture
     assert any("more than the 512 positions" in note for note in found["notes"]) == (found["most"] > 512)
 
 
+@nightly
 def test_the_longest_of_ranks_that_share_a_sequence(
     llama: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,6 +411,7 @@ def test_the_longest_of_ranks_that_share_a_sequence(
     assert one["peak_bytes"] == stated["peak_bytes"] <= 800 * 2**10
 
 
+@nightly
 def test_the_largest_batch(capsys: pytest.CaptureFixture[str]) -> None:
     """The largest batch is found for a function of the user, too, and printed with a row for each size."""
     argv = ["this_test:pair", "--largest-batch", "--budget", "100KiB", "--device", "h100", "--optimizer", "none"]
@@ -363,6 +460,7 @@ def test_the_first_line_says_what_the_allocator_reserves(
     assert _point(plan.sizes[0], 1).get("limited_bytes") == figures.get("limited_bytes")
 
 
+@nightly
 def test_a_search_ends_at_a_table_of_positions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No sequence is longer than the table of positions, however large the budget."""
     config = tmp_path / "config.json"
@@ -415,6 +513,7 @@ def test_a_function_of_the_user(capsys: pytest.CaptureFixture[str]) -> None:
     assert by_place["dtypes"] == ["float32"]
 
 
+@nightly
 def test_what_fits_on_each_rank_of_a_pipeline_is_of_its_device(
     llama: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -429,6 +528,7 @@ def test_what_fits_on_each_rank_of_a_pipeline_is_of_its_device(
     assert free * 0.99 < full["peak_bytes"] <= free
 
 
+@nightly
 def test_the_most_of_configurations_on_ranks(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     """On ranks of a pipeline, the most under a configuration is what the rank that needs the most holds."""
     argv = [llama, "--pp", "3", "--sequence", "32", "--device", "h100", "--recompute", "full"]
@@ -442,6 +542,14 @@ def test_the_most_of_configurations_on_ranks(llama: str, capsys: pytest.CaptureF
     assert "full     1     0" in capsys.readouterr().out
 
 
+@nightly
+def test_ranks_of_a_sequence_beyond_the_positions(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is said of a model's positions is printed above the plans of ranks, too."""
+    assert cli.main(["plan", llama, "--sequence", "1024", "--budget", "0.5", "--pp", "3"]) == cli.OK
+    assert "1,024 tokens are more than the 512 positions" in capsys.readouterr().out
+
+
+@nightly
 def test_where_the_peak_of_a_rank_is(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Ranks without a pipeline have the peak, its operation and the largest tensor of the step on one device."""
     argv = llama, "--sequence", "512", "--batch", "2", "--device", "h100", "--recompute", "none,full"
@@ -461,18 +569,25 @@ def test_where_the_peak_of_a_rank_is(llama: str, capsys: pytest.CaptureFixture[s
     assert "\n1 rank; 2 microbatches of 1\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("asked", [["--recompute", "none,full"], ["--frontier"], ["--largest-batch"]], ids="".join)
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        (["--recompute", "none,full"], "none: rank 0 needs the most"),
+        (["--frontier"], "budget MiB"),
+        (["--largest-batch"], "at most 4 sequences"),
+    ],
+)
 def test_what_is_asked_of_ranks(
-    asked: list[str], llama: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    asked: list[str], says: str, llama: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stated configurations, the curve and the most that fits are those of the rank that needs the most."""
 
     def plans(search: LongestOnRanks, start: int) -> Any:  # which has a test of its own
         search.best = 2 * start
-        return [(size, search.make(LayoutPlanner, size).plans("50%")) for size in (start, 2 * start)]
+        return [(size, search.make(LayoutPlanner, start).plans("50%")) for size in (start, 2 * start)]
 
     monkeypatch.setattr(LongestOnRanks, "plans", plans)
-    argv = [llama, "--pp", "3", "--dp", "2", "--sequence", "64", "--device", "cpu", *asked]
+    argv = [llama, "--pp", "3", "--dp", "2", "--mbs", "2", "--sequence", "64", *asked]
     argv += ["--budget", "1GiB"] if asked == ["--largest-batch"] else []
     found = document(capsys, *argv)
     rows = found.get("configurations") or found.get("frontier") or found["points"]
@@ -483,10 +598,9 @@ def test_what_is_asked_of_ranks(
         assert all(sum(rank["made_of"].values()) == rank["peak_bytes"] for rank in row["ranks"])
         assert row.get("peak_bytes", most) == most <= row.get("budget_bytes", most)
     if "points" in found:
-        assert [row["size"] for row in rows] == [1, found["most"]] == [1, 2]
+        assert [row["size"] for row in rows] == [2, found["most"]] == [2, 4]
     assert cli.main(["plan", *argv]) == cli.OK
-    output = capsys.readouterr().out
-    assert any(word in output for word in ("none: rank 0 needs the most", "budget KiB", "at most 2 sequences"))
+    assert says in capsys.readouterr().out
 
 
 def test_the_training_loop(capsys: pytest.CaptureFixture[str]) -> None:
@@ -503,6 +617,7 @@ def test_the_training_loop(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--accumulate" in capsys.readouterr().err
 
 
+@nightly
 def test_layers_with_fused_kernels(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The report says how layers run, and with fused kernels they keep less, on a rank of a group too."""
     argv = llama, "--sequence", "64", "--recompute", "none"
@@ -607,7 +722,10 @@ def test_a_budget_below_the_weights(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         (["this_test:pair", "--longest", "--budget", "0.5"], "is a share of the activation memory"),
         (["vit-h", "--longest", "--budget", "1GiB"], "--longest is a number of tokens, and vit-h takes pixel_values"),
         (["gpt2-xl", "--frontier", "--plot", "a.png", "--pp", "2"], "--plot does not go with --pp"),
-        (["gpt2-xl", "--longest", "--budget", "0.5", "--pp", "2"], "is a share of the activation memory"),
+        (
+            ["gpt2", "--longest", "--recompute", "full", "--budget", "0.5", "--pp", "2"],
+            "is a share of the activation memory",
+        ),
         (["gpt2-xl", "--budget", "0.5", "--tp", "0"], "--tp is 0; expected a whole number"),
         (["gpt2-xl", "--budget", "0.5", "--vpp", "2"], "--vpp goes with --pp"),
         (["gpt2-xl", "--budget", "0.5", "--pp", "2", "--weights-on-host"], "--weights-on-host does not go with --pp 2"),
@@ -641,6 +759,7 @@ def test_ranks_that_cannot_be_asked_for(argv: list[str], message: str, capsys: p
     assert message in capsys.readouterr().err
 
 
+@nightly
 def test_ranks_that_share_weights(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """More ranks of FSDP hold less of weights and states; the plan's file says the ranks, and a report is of them."""
     peaks: list[int] = []

@@ -52,8 +52,15 @@ def cached() -> Step:
 STEPS = {"wide": wide, "deep": deep, "cached": cached}
 
 
-@pytest.mark.parametrize("budget", [0.2, 0.7])
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(
+    ("name", "budget"),
+    [
+        ("wide", 0.7),
+        ("deep", 0.2),
+        ("cached", 0.2),
+        *(pytest.param(*case, marks=pytest.mark.nightly) for case in (("wide", 0.2), ("deep", 0.7), ("cached", 0.7))),
+    ],
+)
 def test_plan_simulation_report_and_doctor_agree(name: str, budget: float) -> None:
     """Peaks, FLOPs, seconds, what was counted and what the logits take are those of the plan in all four."""
     model, batch, loss = STEPS[name]()

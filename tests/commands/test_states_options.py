@@ -26,6 +26,8 @@ MIXTURE = {
 }
 WIDE = {**LLAMA, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 512}  # whose weights have whole blocks
 
+EACH = {"fp32-master": 12.0, "bf16": 4.0, "8bit": 2 + 8 / 256}  # bytes of states per parameter
+
 pytestmark = pytest.mark.usefixtures("plain_terminal")
 
 
@@ -44,10 +46,9 @@ def document(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
 
 
 def test_bytes_per_parameter(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each kind of states takes its bytes per parameter, alone, on ranks of FSDP and of a pipeline, and says so."""
+    """Each kind of states takes its bytes per parameter, alone and on ranks of FSDP, and says so."""
     argv = llama, "--sequence", "64"
-    small = 10 * 512 * 4  # of norms, whose moments are in 16 bits, and of rounding
-    for states, each in {"fp32-master": 12.0, "bf16": 4.0, "8bit": 2 + 8 / 256}.items():
+    for states, each in EACH.items():
         for ranks in ((), ("--fsdp", "2")):
             found = document(capsys, *argv, "--recompute", "none", "--states", states, *ranks)
             (one,) = found["configurations"]
@@ -55,12 +56,22 @@ def test_bytes_per_parameter(llama: str, capsys: pytest.CaptureFixture[str]) -> 
             assert one["bytes_per_parameter"]["weights"] == whole
             assert one["bytes_per_parameter"]["states"] == pytest.approx(each - 4 * (whole == 4), abs=0.2)
             assert found["states"] == states
-        assert cli.main(["plan", *argv, "--recompute", "none", "--states", states]) == cli.OK
-        said = capsys.readouterr().out
-        assert f"optimizer adamw-fused, states {states}" in said
-        assert "bytes per parameter: 2.00 weights, 2.00 gradients, " in said
-        first, *_ = document(capsys, *argv, "--pp", "3", "--dp", "2", "--states", states, "--budget", "1GiB")["ranks"]
-        assert abs(first["optimizer_bytes"] - each * first["parameters"] / 2) <= 2 * small
+    assert cli.main(["plan", *argv, "--recompute", "none", "--states", "8bit"]) == cli.OK
+    said = capsys.readouterr().out
+    assert "optimizer adamw-fused, states 8bit" in said
+    assert "bytes per parameter: 2.00 weights, 2.00 gradients, " in said
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("states", EACH)
+def test_bytes_per_parameter_on_ranks_of_a_pipeline(
+    states: str, llama: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each kind of states takes its bytes per parameter on a rank of a pipeline, shared with its replica."""
+    small = 10 * 512 * 4  # of norms, whose moments are in 16 bits, and of rounding
+    argv = llama, "--sequence", "64", "--pp", "3", "--dp", "2", "--states", states, "--budget", "1GiB"
+    first, *_ = document(capsys, *argv)["ranks"]
+    assert abs(first["optimizer_bytes"] - EACH[states] * first["parameters"] / 2) <= 2 * small
 
 
 def test_a_budget_below_the_states_names_what_holds_less(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,6 +119,7 @@ def test_a_budget_below_the_states_of_experts(tmp_path: Path, capsys: pytest.Cap
     assert int(found[1]) == pytest.approx(sums, rel=0.01)
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_they_are_the_users_own(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A step in backward is that of hooks, and adapters are PEFT's, with the same figures as in Python."""
@@ -136,6 +148,7 @@ def test_they_are_the_users_own(llama: str, capsys: pytest.CaptureFixture[str]) 
     assert (found["class"], found["lora"]) == ("PeftModelForCausalLM", "4:v_proj,down_proj")
 
 
+@pytest.mark.nightly
 def test_they_compose(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """They go with budgets, curves, ranks and the report of a plan."""
     argv, out = (llama, "--sequence", "64"), tmp_path / "plan.json"
