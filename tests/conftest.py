@@ -128,7 +128,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `--dist loadgroup` a worker gets all tests of a file, or of a row of the zoo; what they share is made once.
+    """With `--dist loadgroup`, give each worker whole files and whole rows of the zoo, whose tests share what is made.
 
     xdist's own scheduler finds the groups in names of tests, where pytest 9.2 does not let it write them:
     https://github.com/pytest-dev/pytest-xdist/issues/1386

@@ -44,7 +44,7 @@ def model() -> Gpt:
 Wrap = Callable[[nn.Module], Callable[..., Any]]
 
 
-def gradients(wrap: Wrap | None, length: int, model: Gpt | None = None) -> str:
+def stepped(wrap: Wrap | None, length: int, model: Gpt | None = None) -> str:
     """A training step of one sequence; the digest of its gradients."""
     net = model or globals()["model"]()
     net.zero_grad(set_to_none=True)
@@ -65,13 +65,13 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     return found.hexdigest()
 
 
-plain = functools.cache(functools.partial(gradients, None))
+plain = functools.cache(functools.partial(stepped, None))
 
 
 def peak(memory: Limited, wrap: Wrap | None, length: int) -> int:
-    gradients(wrap, length)
+    stepped(wrap, length)
     memory.reset_lap()
-    gradients(wrap, length)
+    stepped(wrap, length)
     return memory.lap()
 
 
@@ -108,7 +108,7 @@ def test_the_limit_holds_at_every_allocation(memory: Limited, share: float) -> N
     pool = Elastic(limit, slack=0.0, meter=memory)
     memory.limit = limit
     for length in LENGTHS:
-        assert gradients(elastic(pool), length) == plain(length)
+        assert stepped(elastic(pool), length) == plain(length)
     memory.limit = None
     found = totals(pool)
     assert found["dropped"] == 6 or not share  # the first call of each
@@ -120,7 +120,7 @@ def test_what_fits_is_kept(memory: Limited) -> None:
     """With room for all, each region replays once, its first call, and then never again."""
     pool = Elastic(10**9, meter=memory)
     for step in range(4):
-        gradients(elastic(pool), 100)
+        stepped(elastic(pool), 100)
         assert totals(pool) == {"kept": 6 * step, "dropped": 6, "evicted": 0, "replayed": 6}
 
 
@@ -128,7 +128,7 @@ def test_always_keeps_nothing(memory: Limited) -> None:
     """With `always` each call is replayed, whatever is free."""
     pool = Elastic(10**9, meter=memory, always=True)
     for _ in range(3):
-        assert gradients(elastic(pool), 100) == plain(100)
+        assert stepped(elastic(pool), 100) == plain(100)
     assert totals(pool) == {"kept": 0, "dropped": 18, "evicted": 0, "replayed": 18}
 
 
@@ -136,7 +136,7 @@ def test_the_oldest_is_evicted_first(memory: Limited) -> None:
     """What backward needs last goes: of six layers those replayed are the first ones."""
     pool = Elastic(between(memory, 0.5), slack=0.0, meter=memory)
     for _ in range(3):
-        gradients(elastic(pool), max(LENGTHS))
+        stepped(elastic(pool), max(LENGTHS))
     replayed = [row.replayed for row in pool.report().rows]
     assert replayed == sorted(replayed, reverse=True)
     assert replayed[0] == 3
@@ -147,12 +147,12 @@ def test_the_limit_may_change_between_steps(memory: Limited) -> None:
     """A limit that falls evicts more in the next step, and one that rises keeps all again."""
     least, most = between(memory, 0.1), 10**9
     pool = Elastic(most, slack=0.0, meter=memory)
-    gradients(elastic(pool), max(LENGTHS))
+    stepped(elastic(pool), max(LENGTHS))
     counts: list[int] = []
     for limit in (most, least, most):
         pool.limit = memory.limit = limit
         before = totals(pool)["replayed"]
-        assert gradients(elastic(pool), max(LENGTHS)) == plain(max(LENGTHS))
+        assert stepped(elastic(pool), max(LENGTHS)) == plain(max(LENGTHS))
         counts.append(totals(pool)["replayed"] - before)
     assert counts[0] == counts[2] == 0
     assert counts[1] >= 4
@@ -161,7 +161,7 @@ def test_the_limit_may_change_between_steps(memory: Limited) -> None:
 def test_the_nearest_miss_is_the_allocators(memory: Limited) -> None:
     """What the report says was left under the limit is what the allocator's peak says."""
     pool = Elastic(between(memory, 0.5), slack=0.0, meter=memory)
-    gradients(elastic(pool), max(LENGTHS))
+    stepped(elastic(pool), max(LENGTHS))
     assert pool.report().miss is not None
     text = str(pool.report())
     assert "nearest to the limit" in text
@@ -280,7 +280,7 @@ def test_at_the_end_of_the_rope_the_error_says_what_the_step_needs(memory: Limit
     memory.limit = limit
     with pytest.raises(torch.OutOfMemoryError, match="Nothing is left to evict") as caught:
         for length in (max(LENGTHS), max(LENGTHS)):
-            gradients(elastic(pool), length)
+            stepped(elastic(pool), length)
     memory.limit = None
     assert "The step needs more than" in str(caught.value)
     assert "Out of memory in the region Block" in str(caught.value)
@@ -404,11 +404,11 @@ def test_an_evicted_call_is_moved_where_a_copy_is_cheaper(memory: Limited, retai
     """With a store whose link is fast, what is evicted comes back from there and no region is replayed."""
     shelf = Shelf()
     pool = Elastic(between(memory, 0.3), slack=0.0, meter=memory, to=shelf)
-    gradients(elastic(pool), max(LENGTHS))
+    stepped(elastic(pool), max(LENGTHS))
     for part in pool._pool.parts:
         part.replay_micros = lambda size: 10**9
     before = totals(pool)["replayed"]
-    assert gradients(elastic(pool), max(LENGTHS)) == plain(max(LENGTHS))
+    assert stepped(elastic(pool), max(LENGTHS)) == plain(max(LENGTHS))
     assert totals(pool)["replayed"] == before
     assert shelf.puts >= shelf.gets > 0
     assert sum(row.moved for row in pool.report().rows) > 0
@@ -418,10 +418,10 @@ def test_an_evicted_call_is_replayed_where_that_is_cheaper(memory: Limited) -> N
     """With a store that is slower than the replay, nothing is put there."""
     shelf = Shelf()
     pool = Elastic(between(memory, 0.3), slack=0.0, meter=memory, to=shelf)
-    gradients(elastic(pool), max(LENGTHS))
+    stepped(elastic(pool), max(LENGTHS))
     for part in pool._pool.parts:
         part.replay_micros = lambda size: 0
-    assert gradients(elastic(pool), max(LENGTHS)) == plain(max(LENGTHS))
+    assert stepped(elastic(pool), max(LENGTHS)) == plain(max(LENGTHS))
     assert not shelf.puts
 
 
@@ -537,7 +537,7 @@ def test_wrapping_anew_finds_the_same_part(memory: Limited) -> None:
     """`recompute(block, elastic=memory)(x)` in every call is one region, and a lambda's code is one, too."""
     pool = Elastic(10**9, meter=memory)
     for _ in range(3):
-        gradients(elastic(pool), 64)
+        stepped(elastic(pool), 64)
         recompute(lambda x: x.sin(), elastic=pool)(torch.ones(2, requires_grad=True)).sum().backward()
     assert len(pool.report().rows) == 7
     assert tr.Elastic is Elastic

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from support.models import DEEP, Gpt, InTurn, Residual, deep_is_made
-from support.training import promise_is_kept
+from support.training import gradients, promise_is_kept
 from support.zoo import mean_loss
 from torch_recompute import (
     ArgumentError,
@@ -273,20 +273,14 @@ def test_a_model_that_fills_a_cache(training: bool) -> None:
     plan = make_plan(model, kwargs=call, budget=0.3, device="h100", hold_output=False)
     assert plan.choices
 
-    def gradients(**more: bool) -> list[torch.Tensor]:
-        model.zero_grad()
-        torch.manual_seed(1)
-        model(**call, **more).loss.backward()
-        return [parameter.grad.clone() for parameter in model.parameters()]
-
-    plain = gradients(use_cache=not training)  # in training a plan keeps the model from filling one
+    plain = gradients(model, loss=mean_loss, **call, use_cache=not training)  # in training a plan fills none
     apply(model, plan)
     model.zero_grad()
     with measure(model).track(ids) as m:
         torch.manual_seed(1)
         model(**call).loss.backward()
     assert m.peak_bytes <= plan.prediction.budget_bytes
-    assert all(torch.equal(a, b) for a, b in zip(plain, gradients(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(plain, gradients(model, loss=mean_loss, **call), strict=True))
 
 
 def test_groups_of_layers_need_less_than_any_single_ones() -> None:

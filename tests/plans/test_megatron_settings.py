@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from laws.watch import equal
 from support.anatomy import ANATOMY
+from support.training import gradients
 from support.zoo import MIXTURE, _causal, build, scalar_loss
 from torch_recompute import (
     ArgumentError,
@@ -306,20 +307,13 @@ def test_a_stage_counts_its_own_layers() -> None:
 @pytest.mark.parametrize("config", [full("uniform", 3), full("block", 1), selective("core_attn", "mlp", "layernorm")])
 def test_adapters_above_a_frozen_embedding_train(config: RecomputeConfig) -> None:
     """Where no region's input requires grad, every adapter has the gradient that it has without regions."""
-
-    def step() -> dict[str, torch.Tensor]:
-        model.zero_grad()
-        torch.manual_seed(0)
-        scalar_loss(model(**inputs)).backward()
-        return {path: p.grad.clone() for path, p in model.named_parameters() if p.grad is not None}
-
     model, inputs = build("lora_llama")
     assert not model.get_input_embeddings().weight.requires_grad
-    wanted = step()
+    wanted = gradients(model, loss=scalar_loss, **inputs)
     apply(model, config.plan(model))
-    got = step()
-    assert set(got) == {path for path, p in model.named_parameters() if p.requires_grad}
-    assert all(torch.equal(got[path], gradient) for path, gradient in wanted.items())
+    got = gradients(model, loss=scalar_loss, **inputs)
+    assert len(got) == 1 + sum(p.requires_grad for p in model.parameters())
+    assert all(map(torch.equal, got, wanted))
 
 
 class Core(nn.Module):
@@ -493,15 +487,6 @@ def test_other_regions_with_a_fused_attention_go_without_a_word(config: Recomput
     model = with_kernel("ScaledDotProduct")
     apply(model, config.plan(model))
     gradients(model, torch.randint(0, 16, (2, 64)))
-
-
-def gradients(model: nn.Module, tokens: torch.Tensor) -> list[torch.Tensor]:
-    """What one step gives, with the same random numbers each time."""
-    model.zero_grad()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model(tokens).square().sum().backward()
-    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
 
 @pytest.mark.parametrize(("model", "routed"), [(gpt, 0), (moe, 2)])
