@@ -292,7 +292,7 @@ TYPES = {
 
 @pytest.mark.parametrize("name", TYPES)
 def test_types_under_autocast_are_those_of_cuda(name: str) -> None:
-    """Finding 12: what an operation returns is by CUDA's list, and 64 bits stay."""
+    """What an operation returns is by CUDA's list, and 64 bits stay."""
     fn, wanted = TYPES[name]
     assert under_autocast(fn) is wanted
 
@@ -361,7 +361,7 @@ def under(kind: str, model: nn.Module, plan: Plan = NONE, around: bool = True) -
 @pytest.mark.parametrize("kind", ["cuda", "cpu"])
 @pytest.mark.parametrize("around", [True, False])
 def test_a_step_under_autocast_keeps_what_it_keeps_on_cuda(kind: str, around: bool) -> None:
-    """Finding 12: products keep inputs and weights in 16 bits, a norm its input in 32, whoever turned autocast on."""
+    """Products keep inputs and weights in 16 bits, a norm its input in 32, whoever turned autocast on."""
     seen = under(kind, Layer(), around=around)
     inputs, weight = 2 * 2 * ROWS * WIDTH, 2 * WIDTH * WIDTH  # that of the first product is not needed
     norm = 4 * (ROWS * WIDTH + 2 * ROWS)
@@ -370,7 +370,7 @@ def test_a_step_under_autocast_keeps_what_it_keeps_on_cuda(kind: str, around: bo
 
 @pytest.mark.parametrize("around", [True, False])
 def test_a_region_s_replay_is_under_the_autocast_of_its_forward(around: bool) -> None:
-    """Finding 12: regions in a step under autocast are replayed under it, and drop what they keep."""
+    """Regions in a step under autocast are replayed under it, and drop what they keep."""
     model = nn.Sequential(Layer(), Layer())
     place = "" if around else "layers."
     plan = Plan((Choice((f"{place}0",)), Choice((f"{place}1",))))
@@ -379,7 +379,7 @@ def test_a_region_s_replay_is_under_the_autocast_of_its_forward(around: bool) ->
 
 @pytest.mark.parametrize("kind", ["cuda", "cpu"])
 def test_layers_are_tried_under_the_autocast_of_their_call(kind: str) -> None:
-    """Finding 12: what a layer keeps and costs is that of its call, also where the model itself turns autocast on."""
+    """What a layer keeps and costs is that of its call, also where the model itself turns autocast on."""
     x = torch.empty(ROWS, WIDTH, device="meta")
     planners = [
         Planner(TrainingStep(model.to("meta"), (x,), loss=torch.sum, device="h100"))

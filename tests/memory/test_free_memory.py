@@ -77,7 +77,7 @@ def test_elsewhere_another_library_is_asked(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_in_the_middle_of_training_what_the_step_holds_is_given_back() -> None:
-    """Finding 22: gradients and the state of the step's own optimizer are there for it, and the peak counts them."""
+    """Gradients and the state of the step's own optimizer are there for it, and the peak counts them."""
     model = nn.Linear(256, 1024, bias=False)
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.MonkeyPatch.context() as patch:
@@ -95,7 +95,7 @@ def test_in_the_middle_of_training_what_the_step_holds_is_given_back() -> None:
 
 @pytest.mark.parametrize("kind", ["xpu", "mps"])
 def test_an_accelerator_says_what_it_has_free(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finding 20: what is free on an XPU or on MPS is asked there, not of the host."""
+    """What is free on an XPU or on MPS is asked there, not of the host."""
     says = {
         "xpu": {
             "mem_get_info": lambda device: (8 * GIB, 20 * GIB),

@@ -570,7 +570,7 @@ def test_a_second_plan_is_refused() -> None:
 
 
 def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finding 18: ranks that simulate for "cuda" do not all open a context on the first device."""
+    """Ranks that simulate for "cuda" do not all open a context on the first device."""
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
     step: Any = SimpleNamespace(runs_on=torch.device("cuda"))
     assert where_it_runs(step) == (torch.device("cuda", 3), 512)

@@ -505,7 +505,7 @@ def attention_of(kind: str, shapes: Any, dtype: torch.dtype) -> tuple[Any, list[
 
 @pytest.mark.parametrize("name", BACKWARDS)
 def test_the_backward_of_attention_sums_in_32_bits_on_cuda(name: str) -> None:
-    """Finding 13: its workspace is what the kernels' sources allocate: the queries' gradient again, and more."""
+    """Its workspace is what the kernels' sources allocate: the queries' gradient again, and more."""
     kind, shapes, dtype, wanted = BACKWARDS[name]
     func, args = attention_of(kind, shapes, dtype)
     assert attention(func, args) == wanted
@@ -749,7 +749,7 @@ class Attending(nn.Module):
 
 
 def test_a_step_for_a_gpu_counts_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finding 13: the promised peak has attention's, in its backward, and cuBLAS's, which no forward keeps."""
+    """The promised peak has attention's, in its backward, and cuBLAS's, which no forward keeps."""
     x = torch.randn(2, 128, 64, dtype=torch.bfloat16)
     counted = simulate_step(TrainingStep(Attending(), (x,), loss=mean_loss, device=Where(target="cuda 8.0")))
     monkeypatch.setattr("torch_recompute.simulation.fake_mode.taken_on_cuda", lambda *_: 0)
@@ -778,7 +778,7 @@ def test_deterministic_algorithms_on_cuda_are_said() -> None:
 
 
 def test_cublas_keeps_what_its_setting_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finding 13: 32 MiB on Hopper and Blackwell, 8.1 MiB before, for forward and backward; or as the user set it."""
+    """32 MiB on Hopper and Blackwell, 8.1 MiB before, for forward and backward; or as the user set it."""
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     assert kept_by_cublas((9, 0)) == kept_by_cublas((10, 0)) == 65 * 2**20
     assert kept_by_cublas((8, 0)) == 2 * 8_519_680 + 2**20
@@ -788,7 +788,7 @@ def test_cublas_keeps_what_its_setting_says(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_attention_on_cuda_is_asked_of_the_device(dropout: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finding 13: where the device is, its backward is run alone; with dropout, which reads the host, it is not."""
+    """Where the device is, its backward is run alone; with dropout, which reads the host, it is not."""
     places: list[str] = []
     cuda, mode = torch.device("cuda", 0), FakeTensorMode()
     monkeypatch.setattr(workspaces, "_known", {})

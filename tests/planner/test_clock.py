@@ -361,7 +361,7 @@ class Devices:
 
 
 def test_operations_are_timed_on_their_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finding 10: events are recorded on the stream of the device that is asked about, not of the current one."""
+    """Events are recorded on the stream of the device that is asked about, not of the current one."""
     devices = Devices(monkeypatch)
     prices = object.__new__(Measured)
     prices._device = torch.device("cuda", 1)
@@ -371,7 +371,7 @@ def test_operations_are_timed_on_their_own_device(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_step_is_timed_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finding 10: what is waited for, and the stream that replays are timed on, are those of the step's device."""
+    """What is waited for, and the stream that replays are timed on, are those of the step's device."""
     devices = Devices(monkeypatch)
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)))
     clock(model, (torch.ones(2, 4),), {}, torch.sum, Plan((Choice(("0",)),)), torch.device("cuda", 1))
@@ -382,7 +382,7 @@ def test_a_step_is_timed_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("kind", ["xpu", "mps"])
 def test_an_accelerator_is_waited_for(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finding 20: where work is queued, the clock is read when it is done; MPS knows one device, and no context."""
+    """Where work is queued, the clock is read when it is done; MPS knows one device, and no context."""
     waited: list[str] = []
     monkeypatch.setattr(
         torch, "get_device_module", lambda device: types.SimpleNamespace(synchronize=lambda: waited.append(device.type))

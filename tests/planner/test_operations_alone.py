@@ -72,7 +72,7 @@ def ctc(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("case", UNSAFE)
 def test_what_expects_more_than_shapes_is_not_run(case: str) -> None:
-    """Findings 5 and 5b: an operation that reads, draws or asserts is priced by the roofline, and the plan says so."""
+    """An operation that reads, draws or asserts is priced by the roofline, and the plan says so."""
     name, call = UNSAFE[case]
     (op, *_) = ops(call, name)
     assert not runs_alone(op)
@@ -99,7 +99,7 @@ def test_a_custom_operation_is_not_run() -> None:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_attention_is_run_where_it_drops_nothing(dropout: float) -> None:
-    """Finding 5: with dropout the kernel on CUDA reads the seed through a pointer of the host."""
+    """With dropout the kernel on CUDA reads the seed through a pointer of the host."""
     back = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
     shape = {"device": "meta", "dtype": torch.float32}
     like, scores, seed = torch.empty(QUERY, **shape), torch.empty(1, 2, 8, **shape), torch.empty((), device="meta")
@@ -111,7 +111,7 @@ def test_attention_is_run_where_it_drops_nothing(dropout: float) -> None:
 
 
 def test_what_lay_on_the_cpu_stays_there() -> None:
-    """Finding 5: a scalar of the host in an operation of a device is made on the host again."""
+    """A scalar of the host in an operation of a device is made on the host again."""
     (op,) = ops(lambda: torch.empty(4, device="meta") * torch.tensor(2.0), "mul")
     args, _ = made_up(op, torch.device("meta"))
     assert [arg.device.type for arg in args] == ["meta", "cpu"]
@@ -140,7 +140,7 @@ INDEXING: dict[str, tuple[str, Call, int, int]] = {
 
 @pytest.mark.parametrize("case", INDEXING)
 def test_indices_are_spread(case: str) -> None:
-    """Finding 11: indices are spread evenly over what they index, so nothing contends for one place."""
+    """Indices are spread evenly over what they index, so nothing contends for one place."""
     name, call, place, count = INDEXING[case]
     (op,) = ops(call, name)
     args, kwargs = made_up(op, CPU)
@@ -150,7 +150,7 @@ def test_indices_are_spread(case: str) -> None:
 
 
 def test_offsets_cut_into_equal_groups() -> None:
-    """Finding 11: the groups of a product have equal parts of the rows, where zeros would leave all of them empty."""
+    """The groups of a product have equal parts of the rows, where zeros would leave all of them empty."""
     a, b = (torch.ones(*shape, dtype=torch.bfloat16) for shape in ((32, 16), (4, 16, 8)))
     offs = torch.tensor([32] * 4, dtype=torch.int32)
     (op,) = ops(lambda: torch.nn.functional.grouped_mm(a, b, offs=offs), "_grouped_mm")
@@ -159,7 +159,7 @@ def test_offsets_cut_into_equal_groups() -> None:
 
 
 def test_floats_are_probabilities() -> None:
-    """Finding 5b: floats lie between 0.01 and 0.99, repeated and complex ones, too."""
+    """Floats lie between 0.01 and 0.99, repeated and complex ones, too."""
     repeated = torch.ones(4, 1).expand(4, 3)
     (op,) = ops(lambda: repeated + torch.ones(4, 3, dtype=torch.complex64), "add")
     (one, other), _ = made_up(op, CPU)
@@ -183,7 +183,7 @@ class Drops(nn.Module):
 
 
 def test_no_generator_moves() -> None:
-    """Finding 15: the generator stands where it stood, after the first plan and after one with prices that are kept."""
+    """The generator stands where it stood, after the first plan and after one with prices that are kept."""
     torch.manual_seed(0)
     model, x = Drops(), torch.ones(4, 8)
     before = torch.get_rng_state()
@@ -195,7 +195,7 @@ def test_no_generator_moves() -> None:
 
 
 def test_an_lstm_is_planned_in_a_live_process() -> None:
-    """Finding 5: an LSTM on the CPU is planned; its backward alone on made-up inputs is a segmentation fault."""
+    """An LSTM on the CPU is planned; its backward alone on made-up inputs is a segmentation fault."""
     program = """
         import torch
         from torch import nn

@@ -98,7 +98,7 @@ def allocated(make: Callable[[], Any], plan: Plan | None, loop: Loop) -> int:
     [*(("logits", loop) for loop in LOOPS), ("llama", "held"), ("convnext", "held")],
 )
 def test_no_loop_exceeds_its_promise(name: str, loop: str) -> None:
-    """Fault 2: in the loop that it was made for, a planned step allocates what was promised, to some bytes."""
+    """In the loop that it was made for, a planned step allocates what was promised, to some bytes."""
     (model, batch, loss), words = MODELS[name](), LOOPS[loop]
     settings: dict[str, Any] = {"loss": loss, "optimizer": torch.optim.AdamW, "device": "h100", **words}
     plan = make_plan(model, (), batch, budget=0.5, **settings)
@@ -204,7 +204,7 @@ def test_a_plan_is_made_where_the_own_step_cannot_be_simulated() -> None:
 
 
 def test_the_batch_and_the_whole_output_count() -> None:
-    """Fault 2: a held output adds its bytes to forward and backward both; the batch lies there all the time."""
+    """A held output adds its bytes to forward and backward both; the batch lies there all the time."""
     model, batch, _ = logits()
     held, released = (simulate(model, (), batch, loss=entropy, hold_output=hold) for hold in (True, False))
     nbytes = 32 * VOCABULARY * 4
@@ -220,7 +220,7 @@ def test_the_batch_and_the_whole_output_count() -> None:
 
 
 def test_gradients_are_alive_in_forward() -> None:
-    """Fault 2: with accumulation, and with gradients that are zeroed, every moment of the forward has them."""
+    """With accumulation, and with gradients that are zeroed, every moment of the forward has them."""
     model, batch, _ = logits()
     plain = simulate(model, (), batch, loss=entropy)
     gradients = sum(p.numel() * 4 for p in model.parameters())
@@ -252,7 +252,7 @@ ASKED = {
 
 @pytest.mark.parametrize("what", ASKED)
 def test_no_loss_is_invented(what: str) -> None:
-    """Fault 1: where the output does not tell, `loss=` is asked for by all that speak of a peak, with the line."""
+    """Where the output does not tell, `loss=` is asked for by all that speak of a peak, with the line."""
     returns, says = ASKED[what]
     model, x = returning(returns), torch.ones(2, 4)
     for ask in (
@@ -350,7 +350,7 @@ def test_seconds_are_those_of_all_that_is_accumulated() -> None:
 
 
 def test_the_note_on_logits_is_of_the_plans_own_peak() -> None:
-    """Fault 9: the share of the loss is that of the peak with the plan, not of the step without regions."""
+    """The share of the loss is that of the peak with the plan, not of the step without regions."""
     model, batch, _ = logits()
     plan = make_plan(model, (), batch, budget=0.1, loss=entropy, device="h100")
     assert plan.prediction is not None
@@ -379,7 +379,7 @@ def planned() -> Iterator[Callable[[bool], tuple[nn.Module, torch.Tensor]]]:
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_another_autocast_is_said_once(inside: bool, planned: Callable[[bool], tuple[nn.Module, torch.Tensor]]) -> None:
-    """Fault 2: a plan made inside autocast and run outside, or the reverse, warns at its first training step."""
+    """A plan made inside autocast and run outside, or the reverse, warns at its first training step."""
     model, x = planned(inside)
     with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
         with torch.no_grad():

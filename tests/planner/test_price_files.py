@@ -179,14 +179,14 @@ SHEETS = {
 
 @pytest.mark.parametrize("name", SHEETS)
 def test_a_device_has_its_own_data_sheet(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finding 19: names are matched by whole words; a device without a sheet says whose speeds are taken instead."""
+    """Names are matched by whole words; a device without a sheet says whose speeds are taken instead."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     found = prices.roofline_of(torch.device("cuda", 0))
     assert found.name == (SHEETS[name] or f"an h100, since no data sheet of {name} is known")
 
 
 def test_products_in_32_bits_run_at_their_own_speed_unless_tf32_is_on() -> None:
-    """Finding 19: by default a product is not computed in TF32 and a convolution is; the settings decide."""
+    """By default a product is not computed in TF32 and a convolution is; the settings decide."""
     device, one = prices.DEVICES["h100"], Meta((1,), (1,), torch.float32)
     work = 10**15
     product = Op(torch.ops.aten.mm.default, (one, one), (), (one,), work)

@@ -128,7 +128,7 @@ def test_a_step_is_watched_wherever_its_backward_runs() -> None:
 
 @pytest.mark.parametrize("every", [False, True], ids=["not watched", "watched before"])
 def test_a_step_is_the_regions_and_nothing_else(every: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finding 16: under a plan a step enters no mode, records no event, reads no clock and waits for nothing."""
+    """Under a plan a step enters no mode, records no event, reads no clock and waits for nothing."""
     m = model(Block(), Block(), Block())
     handle = apply(m, Plan((Choice(("0",)), Choice(("1", "2")))))
     if every:

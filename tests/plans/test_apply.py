@@ -169,7 +169,7 @@ ROW = 4 * 4 * 32 * WIDTH
 
 @pytest.mark.parametrize("name", PLANS)
 def test_replicas_use_their_own_weights(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finding 7: replicas that `DataParallel` makes have the plan and weights of their own; remove leaves nothing."""
+    """Replicas that `DataParallel` makes have the plan and weights of their own; remove leaves nothing."""
     plain, ours = model(), model()
     handle = apply(ours, PLANS[name])
 

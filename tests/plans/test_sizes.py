@@ -165,7 +165,7 @@ def test_copies_and_pickles_go_by_their_own_size() -> None:
 
 
 def test_replicas_go_by_the_size_that_they_are_given(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finding 7: a replica of `DataParallel` chooses by its own call, and a warning is said once for all of them."""
+    """A replica of `DataParallel` chooses by its own call, and a warning is said once for all of them."""
     plain, planned = gpt(), gpt()
     apply(planned, plan)
     lengths = (SIZES[0], SIZES[-1] + 1)
