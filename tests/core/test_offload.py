@@ -1,16 +1,13 @@
-"""Offload to host memory: which tensors are copied, which streams wait, and no buffer or event is left.
+"""Host memory as a store: which tensors are copied, in which pieces, and when.
 
-A machine without a CUDA device has no streams, so the order of copies is shown on `Lazy`: copies that happen as late
-as their waits allow, into memory that holds NaN until then. Whoever forgets to wait reads NaN, or has his memory
-changed under the copy.
+What holds of any store is in `test_stores.py`. A machine without a CUDA device has no streams, so the order of copies
+is shown on copies that happen as late as they may (`store_kinds.Late`).
 """
 
-import contextlib
 import copy
 import pickle
 import tempfile
 import warnings
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,130 +17,55 @@ import torch.nn.functional as F
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from laws.watch import equal, no_collector, on_threads
+from core.store_kinds import Late
+from laws.watch import on_threads
 from torch_recompute import ArgumentError, ChangedError, OnDisk, OnHost, no_recompute, recompute
 from torch_recompute.stores import Bandwidth, bandwidth, host
 from torch_recompute.stores.transfers import TransferQueue
 
 
-class Job:
-    """One copy that has been asked for."""
-
-    def __init__(self, source: torch.Tensor, target: torch.Tensor, after: "Job | None") -> None:
-        self.source = StorageWeakRef(source.untyped_storage())
-        self.alias: torch.Tensor | None = source
-        self.target = weakref.ref(target)
-        self.after = after
-        self.done = False
-
-    def run(self) -> None:
-        """Copies now, if not yet."""
-        if self.done:
-            return
-        if self.after is not None:
-            self.after.run()
-        target = self.target()
-        if target is not None:
-            assert self.alias is not None
-            target.copy_(self.alias)
-        self.done, self.alias = True, None
-
-
-class Lazy:
-    """A lane whose copies happen as late as they may."""
-
-    direct = False
-    store, copied = "OnHost", "copied to the host"
-
-    def __init__(self) -> None:
-        self.log: list[tuple[str, int]] = []
-        self.jobs: list[Job] = []
-
-    def _job(self, what: str, source: torch.Tensor, after: Job | None) -> tuple[torch.Tensor, Job]:
-        target = torch.full_like(source, float("nan") if source.is_floating_point() else 77)
-        self.log.append((what, source.numel()))
-        job = Job(source, target, after)
-        self.jobs.append(job)
-        return target, job
-
-    def steady(self, source: torch.Tensor) -> torch.Tensor:
-        return source
-
-    def same(self, held: torch.Tensor, first: int, source: torch.Tensor) -> bool:
-        return True  # as on a device, where bytes are not compared
-
-    def send(self, source: torch.Tensor) -> tuple[torch.Tensor, Job]:
-        return self._job("send", source, None)
-
-    def wait_for_send(self, mark: Job) -> None:
-        self.log.append(("let go", 0))
-        mark.run()
-
-    def fetch(self, host: torch.Tensor, after: Job) -> tuple[torch.Tensor, Job]:
-        return self._job("fetch", host, after)
-
-    def arrive(self, tensor: torch.Tensor, mark: Job) -> None:
-        mark.run()
-
-    def abandon(self, tensor: torch.Tensor, mark: Job) -> None:
-        self.log.append(("abandon", tensor.numel()))
-        mark.run()
-
-    def count(self, what: str) -> int:
-        """How often something was asked for."""
-        return sum(one == what for one, _ in self.log)
-
-
 @pytest.fixture
-def lane(monkeypatch: pytest.MonkeyPatch) -> Lazy:
-    """All tensors travel on a lazy lane."""
-    lane = Lazy()
+def lane(monkeypatch: pytest.MonkeyPatch) -> Late:
+    """All copies are late."""
+    lane = Late()
     queue = TransferQueue(lane)
     monkeypatch.setattr(host, "queue_of", lambda tensor: queue)
     return lane
 
 
-def layers(count: int, width: int = 4) -> list[nn.Module]:
-    torch.manual_seed(0)
-    return [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(count)]
-
-
-def run(blocks: list[nn.Module], wrap: Callable[[nn.Module], Any], x: torch.Tensor) -> torch.Tensor:
-    for block in blocks:
-        x = wrap(block)(x)
-    return x.square().sum()
-
-
-def grads(blocks: list[nn.Module]) -> list[torch.Tensor]:
-    found = [p.grad for block in blocks for p in block.parameters() if p.grad is not None]
-    for block in blocks:
-        block.zero_grad()
-    return found
-
-
-def plain(blocks: list[nn.Module], x: torch.Tensor) -> list[torch.Tensor]:
-    run(blocks, lambda block: block, x).backward()
-    return grads(blocks)
-
-
 # --- order ------------------------------------------------------------------------------------------------------------
 
 
+def through(count: int, store: Any) -> torch.Tensor:
+    """What regions, called one after the other, return."""
+    x = torch.ones(3, requires_grad=True) * 2
+    for _ in range(count):
+        x = recompute(lambda x: x.sin().exp(), inputs=store)(x)
+    return x
+
+
 @pytest.mark.parametrize("ahead", [0, 1, 2, 9])
-def test_copies_are_waited_for(lane: Lazy, ahead: int) -> None:
-    """With copies as late as possible gradients are the plain ones, in the first step as in the next."""
-    blocks, x, store = layers(6), torch.randn(3, 4), OnHost(ahead=ahead)
-    expected = plain(blocks, x)
-    for _ in range(2):
-        run(blocks, lambda block: recompute(block, inputs=store), x).backward()
-        assert equal(grads(blocks), expected)
-        assert store.host_bytes == 0
-    assert lane.count("send") == 12
-    assert lane.count("fetch") == 2 * max(0, 6 - ahead - 1)  # what is still on the device is not fetched
+def test_what_is_still_on_the_device_is_not_fetched(lane: Late, ahead: int) -> None:
+    """Every input is sent, and those of the last regions, which have not left yet, do not come back."""
+    for steps in (1, 2):
+        through(6, OnHost(ahead=ahead)).sum().backward()
+        assert lane.count("send") == 6 * steps
+        assert lane.count("fetch") == steps * max(0, 6 - ahead - 1)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3, 4, 5), (5, 4, 3, 2, 1, 0), (5, 3, 1, 4, 2, 0)], ids=str)
+def test_few_copies_wait_unopened(lane: Late, ahead: int, order: tuple[int, ...]) -> None:
+    """In whatever order microbatches go backward, no more copies wait on the device than are fetched ahead."""
+    store = OnHost(ahead=ahead)
+    losses = [through(4, store).sum() for _ in order]
+    for n in order:
+        losses[n].backward()
+        assert lane.waiting("fetch") <= ahead
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
-def test_tensors_leave_one_region_later(lane: Lazy, ahead: int) -> None:
+def test_tensors_leave_one_region_later(lane: Late, ahead: int) -> None:
     """While a region runs, the inputs of no more than `ahead` regions before it are still on the device."""
     alive: list[int] = []
     memories: list[StorageWeakRef] = []
@@ -161,7 +83,7 @@ def test_tensors_leave_one_region_later(lane: Lazy, ahead: int) -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
-def test_tensors_come_back_one_region_ahead(lane: Lazy, ahead: int) -> None:
+def test_tensors_come_back_one_region_ahead(lane: Late, ahead: int) -> None:
     """While a region is replayed, the inputs of the `ahead` regions put before it are under way, and no others."""
     under_way: list[int] = []
     copies: list[Any] = []
@@ -189,7 +111,7 @@ def test_tensors_come_back_one_region_ahead(lane: Lazy, ahead: int) -> None:
     assert under_way == [sum(before in left for before in range(n - ahead, n)) for n in reversed(range(8))]
 
 
-def test_each_reader_waits_for_the_copy(lane: Lazy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_reader_waits_for_the_copy(lane: Late, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader of memory that has come back already may be on another stream, and waits for the copy too."""
     arrived: list[int] = []
     monkeypatch.setattr(lane, "arrive", lambda tensor, mark: (mark.run(), arrived.append(tensor.data_ptr())))
@@ -203,31 +125,20 @@ def test_each_reader_waits_for_the_copy(lane: Lazy, monkeypatch: pytest.MonkeyPa
     assert arrived == [first.data_ptr()] * 2
 
 
-def test_a_change_on_the_way_is_an_error(lane: Lazy) -> None:
-    """A tensor changed in place before its copy is done cannot be trusted: backward says so; later changes harm not."""
-    for later in (False, True):
-        x, store = torch.ones(3, requires_grad=True), OnHost()
-        inner = x * 2
-        y = recompute(lambda x: x.sin().exp(), inputs=store)(inner)
-        if later:
-            for _ in range(2):
-                y = recompute(lambda x: x.sin().exp(), inputs=store)(y)
-        with torch.no_grad():
-            inner.add_(1)
-        if not later:
-            with pytest.raises(ChangedError, match="while it was being copied"):
-                y.sum().backward()
-            continue
-        y.sum().backward()
-        z = torch.ones(3, requires_grad=True)
-        plain = z * 2
-        for _ in range(3):
-            plain = plain.sin().exp()
-        plain.sum().backward()
-        assert torch.equal(x.grad, z.grad)
+def test_a_change_after_the_copy_does_no_harm(lane: Late) -> None:
+    """A tensor may be changed in place once its copy is done, two regions later."""
+    x, store = torch.ones(3, requires_grad=True), OnHost()
+    inner = x * 2
+    y = inner
+    for _ in range(3):
+        y = recompute(lambda x: x.sin().exp(), inputs=store)(y)
+    with torch.no_grad():
+        inner.add_(1)
+    (wanted,) = torch.autograd.grad((x * 2).sin().exp().sin().exp().sin().exp().sum(), x)
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], wanted)
 
 
-def test_a_change_is_noticed_after_the_tensor_has_left(lane: Lazy) -> None:
+def test_a_change_is_noticed_after_the_tensor_has_left(lane: Late) -> None:
     """The change is found out when the copy is waited for, although the tensor is gone when backward opens it."""
     x, store = torch.ones(3, requires_grad=True), OnHost()
     inner = x * 2
@@ -242,7 +153,7 @@ def test_a_change_is_noticed_after_the_tensor_has_left(lane: Lazy) -> None:
     assert store.host_bytes == 0
 
 
-def test_saved_calls_on_a_lazy_lane(lane: Lazy) -> None:
+def test_what_saved_calls_keep_travels_as_one_piece(lane: Late) -> None:
     """What saved calls keep travels too, q, k and v of one product as one piece."""
 
     def block(x: torch.Tensor, attend: Any) -> torch.Tensor:
@@ -288,7 +199,7 @@ def views() -> dict[str, Callable[[torch.Tensor], list[torch.Tensor]]]:
 def test_memory_is_copied_once(case: Callable[..., Any], lazy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Views of one storage are one copy, and come back as views of one tensor, laid out as they were."""
     if lazy:
-        queue = TransferQueue(Lazy())
+        queue = TransferQueue(Late())
         monkeypatch.setattr(host, "queue_of", lambda tensor: queue)
     base, store = torch.arange(48.0).view(4, 12), OnHost()
     tensors = case(base)
@@ -317,16 +228,6 @@ def test_a_small_part_of_a_large_tensor_travels_alone() -> None:
         assert store.put(part).host_copy is handle.host_copy
 
 
-def test_a_changed_tensor_is_another_one() -> None:
-    """The same memory at another version is copied again."""
-    tensor, store = torch.zeros(3), OnHost()
-    first = store.put(tensor)
-    tensor.add_(1)
-    second = store.put(tensor)
-    assert torch.equal(store.get(first), torch.zeros(3))
-    assert torch.equal(store.get(second), torch.ones(3))
-
-
 @pytest.mark.parametrize("between", [0, 3], ids=["at once", "once it has left"])
 @pytest.mark.parametrize("store", [OnHost, lambda: OnDisk(tempfile.gettempdir())], ids=["host", "disk"])
 def test_a_tensor_changed_unseen_is_another_one(store: Callable[[], Any], between: int) -> None:
@@ -343,7 +244,7 @@ def test_a_tensor_changed_unseen_is_another_one(store: Callable[[], Any], betwee
     assert torch.equal(kept.get(second), torch.ones(1000))
 
 
-def test_a_tensor_of_all_regions_is_copied_once(lane: Lazy) -> None:
+def test_a_tensor_of_all_regions_is_copied_once(lane: Late) -> None:
     """A mask that every region gets lies in host memory once, also where each region has a store of its own."""
     mask, x = torch.ones(100), torch.ones(3, requires_grad=True)
     for _ in range(5):
@@ -399,6 +300,14 @@ def test_a_share_of_the_bytes_is_sent(fraction: float, sizes: list[int]) -> None
     assert steps[0] == steps[1]
 
 
+def test_threads_share_what_is_sent(lane: Late) -> None:
+    """Several threads at once put tensors into one store that sends a part of them; its count is right afterwards."""
+    store = OnHost(fraction=0.7)
+    on_threads(lambda _: [through(6, store).sum().backward() for _ in range(5)], *range(4))
+    assert 0 < lane.count("send") < 4 * 5 * 6
+    assert store.host_bytes == 0
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -431,111 +340,7 @@ def test_a_store_is_printed_copied_and_pickled_by_its_options() -> None:
     del held
 
 
-# --- nothing is left behind -------------------------------------------------------------------------------------------
-
-
-class Fails(Exception):
-    """Raised by a layer."""
-
-
-@pytest.mark.parametrize("lazy", [False, True])
-@pytest.mark.parametrize("end", ["backward", "dropped", "exception", "exception in backward"])
-def test_nothing_is_left(lazy: bool, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After backward, a dropped graph or an exception no byte is left on the host or the device, without gc."""
-    lane = Lazy()
-    queue = TransferQueue(lane)
-    if lazy:
-        monkeypatch.setattr(host, "queue_of", lambda tensor: queue)
-    memories: list[StorageWeakRef] = []
-    calls = 0
-
-    def layer(x: torch.Tensor) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        memories.append(StorageWeakRef(x.untyped_storage()))
-        if end == "exception" and calls == 4:
-            raise Fails
-        if end == "exception in backward" and calls == 7:
-            raise Fails
-        return x.sin().exp()
-
-    store = OnHost()
-    region = recompute(layer, inputs=store)
-    with no_collector():
-        x = torch.ones(8, requires_grad=True)
-        y = x * 2
-        with contextlib.suppress(Fails):
-            for _ in range(5):
-                y = region(y)
-            assert store.host_bytes == 5 * 32
-            if end != "dropped":
-                y.sum().backward()
-        del y
-        assert store.host_bytes == 0
-        assert all(memory.expired() for memory in memories)
-        if lazy:
-            assert not queue._known
-            assert all(job.done or job.target() is None for job in lane.jobs)
-
-
-def test_a_graph_that_is_kept_is_opened_twice(lane: Lazy) -> None:
-    """With `retain_graph` both backward calls give the plain gradients."""
-    blocks, x, store = layers(5), torch.randn(3, 4), OnHost()
-    expected = plain(blocks, x)
-    loss = run(blocks, lambda block: recompute(block, inputs=store), x)
-    loss.backward(retain_graph=True)
-    assert equal(grads(blocks), expected)
-    loss.backward()
-    assert equal(grads(blocks), expected)
-    del loss
-    assert store.host_bytes == 0
-
-
-@pytest.mark.parametrize("order", ["first in, first out", "last in, first out", "1F1B"])
-def test_live_microbatches(lane: Lazy, order: str) -> None:
-    """Many microbatches share one store, in whatever order their backwards come; copies unopened stay bounded."""
-    blocks, store = layers(4), OnHost()
-    inputs = [torch.randn(3, 4) for _ in range(6)]
-    expected = [plain(blocks, x) for x in inputs]
-    losses: list[tuple[int, torch.Tensor]] = []
-
-    def back(at: int) -> None:
-        n, loss = losses.pop(at)
-        loss.backward()
-        assert equal(grads(blocks), expected[n])
-        waiting = sum(ref() is not None and ref()._coming is not None for group in queue._called for ref in group)
-        assert waiting <= store.ahead
-
-    queue = host.queue_of(inputs[0])
-    for n, x in enumerate(inputs):
-        losses.append((n, run(blocks, lambda block: recompute(block, inputs=store), x)))
-        if order == "1F1B" and n >= 2:
-            back(0)
-    while losses:
-        back(0 if order != "last in, first out" else -1)
-    assert store.host_bytes == 0
-
-
-def test_threads(lane: Lazy) -> None:
-    """Forwards and backwards on several threads at once, over one store."""
-    blocks, store = layers(4), OnHost(fraction=0.7)
-    x = torch.randn(3, 4)
-    expected = torch.autograd.grad(run(blocks, lambda block: block, x), list(blocks[0].parameters()))
-    wrong: list[int] = []
-
-    def work(n: int) -> None:
-        for _ in range(5):
-            loss = run(blocks, lambda block: recompute(block, inputs=store), x)
-            found = torch.autograd.grad(loss, list(blocks[0].parameters()))
-            if not equal(list(found), list(expected)):
-                wrong.append(n)
-
-    on_threads(work, *range(4))
-    assert not wrong
-    assert store.host_bytes == 0
-
-
-def test_a_put_that_fails_counts_nothing(lane: Lazy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_put_that_fails_counts_nothing(lane: Late, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no host memory is to be had, the error comes out of the forward, and nothing is counted as held."""
 
     def send(source: torch.Tensor) -> Any:
