@@ -60,10 +60,10 @@ def forget_plans() -> None:
 @contextlib.contextmanager
 def launching_free() -> Iterator[None]:
     """Operations are launched in no time, so that steps of small models take what a device by its data sheet takes."""
-    from torch_recompute.planner import prices
+    from torch_recompute.simulation import devices
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prices, "BESIDE", prices.Overhead())
+        patch.setitem(devices.HOSTS, "slow", devices.Host("free", apart=True))
         forget_plans()
         yield
     forget_plans()

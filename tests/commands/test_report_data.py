@@ -12,8 +12,7 @@ from support.report_cases import BY_HAND, INPUT, TO_HOST, clock, pair, seen
 from support.zoo import mean_loss
 from torch_recompute import Choice, Plan, SizeClass, make_plan, simulate
 from torch_recompute.commands.report_data import LAYERS, Clock, Reported, collect, in_force, sampled
-from torch_recompute.planner import prices
-from torch_recompute.simulation import Moment
+from torch_recompute.simulation import Moment, devices
 from torch_recompute.simulation.training_step import TrainingStep
 
 PHASES = {"forward", "loss", "backward", "replay", "optimizer"}
@@ -130,7 +129,7 @@ def test_a_plan_with_host_memory_is_the_one_that_was_promised() -> None:
 
 def test_a_host_that_is_slower_than_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where launches take longer than what is launched, the promise is of these, and a note says so."""
-    monkeypatch.setattr(prices, "BESIDE", prices.Overhead(operation=1e-3))
+    monkeypatch.setitem(devices.HOSTS, "slow", devices.Host(operation=1e-3, replayed=1e-3, apart=True))
     model, args = pair()
     plan = make_plan(model, args, budget=0.4, optimizer=torch.optim.AdamW, device="h100", loss=mean_loss)
     (note,) = seen(plan, points=0).data["notes"]

@@ -28,7 +28,6 @@ from torch_recompute.planner import planner as planning
 from torch_recompute.planner.candidates import Carries, Guess, SegmentRecord, all_guesses, guesses, record
 from torch_recompute.planner.ops import Op
 from torch_recompute.planner.planner import Planner
-from torch_recompute.planner.prices import Overhead
 from torch_recompute.simulation.training_step import TrainingStep
 
 pytestmark = each_row
@@ -74,7 +73,7 @@ class Planned:
     def guesses(self) -> Iterator[tuple[str, dict[Any, Guess]]]:
         """For each kind of segment what is guessed of every choice, as FLOPs in the place of seconds."""
         for kind, found, carries in self.records:
-            every = all_guesses(found, lambda op: float(op.flops), Overhead(), carries)
+            every = all_guesses(found, lambda op: float(op.flops), carries=carries)
             yield kind, {guess.regions: guess for guess in every}
 
 
@@ -114,8 +113,8 @@ def test_a_guess_is_what_a_trial_finds(planned: Planned) -> None:
 def test_the_least_choices_are_tried_whatever_operations_cost(planned: Planned) -> None:
     """Of the choices that are tried, one is as small as any, for each number of layers that have it."""
     for _, found, carries in planned.records:
-        every = all_guesses(found, _upside_down, Overhead(), carries)
-        tried = guesses(found, _upside_down, 6, Overhead(), carries, 8)
+        every = all_guesses(found, _upside_down, carries=carries)
+        tried = guesses(every, 6, 8)
         for layers in range(1, 9):
             sizes = [min(layers * guess.saved + guess.rebuilt for guess in some) for some in (every, tried)]
             assert sizes[0] == sizes[1], layers

@@ -54,7 +54,7 @@ def simulated(fn: Any, target: str) -> tuple[Simulation, Counter[str]]:
 
     ran: Counter[str] = Counter()
 
-    def watch(_: str, operation: Operation) -> None:
+    def watch(_: object, operation: Operation) -> None:
         ran[operation.func.overloadpacket.__name__] += 1
 
     model = fn if isinstance(fn, nn.Module) else Net()

@@ -313,7 +313,7 @@ def test_on_the_host(in_backward: bool, accumulate: int) -> None:
     assert one.peak_bytes <= plain.peak_bytes
     gradients = 0 if in_backward else weights  # those of all at once
     assert 0 <= one.host_bytes - (2 * weights + gradients) <= in_backward * weights
-    back = weights / (DEVICES["h100"].host or 1)  # gradients go there beside backward
+    back = weights / (DEVICES["h100"].host_link or 1)  # gradients go there beside backward
     if accumulate == 1:
         more = one.step_seconds - plain.step_seconds
         assert more == pytest.approx(0 if in_backward else back, abs=1e-9)

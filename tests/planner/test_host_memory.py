@@ -17,7 +17,7 @@ from support.training import step
 from torch_recompute import ArgumentError, Choice, Plan, Profile, apply, errors, measure, peaks, solve
 from torch_recompute.memory.loop import Loop
 from torch_recompute.planner.configurations import ConfiguredStep
-from torch_recompute.planner.cost import Host
+from torch_recompute.planner.cost import HostMemory
 from torch_recompute.planner.hosts import LINKS, Leave, waited
 from torch_recompute.planner.planner import Planner
 from torch_recompute.planner.prices import Roofline
@@ -26,7 +26,7 @@ from torch_recompute.stores import Bandwidth
 
 X = torch.randn(512, 16)
 INPUT = X.nbytes
-FAST = Roofline("fast link", {1: 1e9}, 1e18, 1e-12, host=1e15, kind="cuda")
+FAST = Roofline("fast link", {1: 1e9}, 1e18, 1e-12, host_link=1e15, kind="cuda")
 
 
 @functools.cache
@@ -182,14 +182,14 @@ def test_a_limit_on_host_memory_is_kept(inputs: int) -> None:
 def test_nothing_is_sent_without_leave() -> None:
     """Host memory is used only where the user has said so."""
     found = planner()
-    assert found.costs.host is None
+    assert found.costs.host_memory is None
     assert not any(option.store for kind in found.costs.kinds.values() for option in kind.options)
 
 
 def test_a_profile_knows_what_may_be_sent() -> None:
     """A profile with options in host memory is data, too, and solving it keeps the limit."""
     taken = planner(offload="100 KiB").profile
-    assert taken.costs.host == Host(100 * 2**10, LINKS["h100"].to_host)
+    assert taken.costs.host_memory == HostMemory(100 * 2**10, LINKS["h100"].to_host)
     read = Profile.from_json(taken.to_json())
     assert read == taken
     plan = solve(read, budget=0.02)

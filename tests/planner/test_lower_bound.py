@@ -8,12 +8,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from support.costs import costs_of_graphs, executed, schedules
+from support.costs import costs_of_graphs, executed, run_again, schedules
 from torch_recompute.errors import BudgetError
 from torch_recompute.planner import bound as module
 from torch_recompute.planner.bound import bound
-from torch_recompute.planner.cost import Costs, Graph, Host, Kind, Node, Option, Point, Segment
+from torch_recompute.planner.cost import Costs, Graph, HostMemory, Kind, Node, Option, Point, Segment
 from torch_recompute.planner.solve import choose
+from torch_recompute.simulation.devices import Host, Work
 
 
 def mixture(points: list[tuple[int, float]], room: int) -> float:
@@ -121,6 +122,69 @@ def test_the_bound_of_small_models(costs: Costs, budget: int, seconds: float) ->
     assert bound(costs, budget) == pytest.approx(seconds)
 
 
+def launched(costs: Costs, host: Host, plain: Work) -> Costs:
+    """The same operations, one launch each, on a device whose host takes time, too."""
+
+    def kind_of(kind: Kind) -> Kind:
+        assert kind.graph is not None
+        graph = replace(kind.graph, nodes=tuple(replace(node, operations=1) for node in kind.graph.nodes))
+        counted = replace(
+            graph, nodes=tuple(replace(node, seconds=float(node.seconds < math.inf)) for node in graph.nodes)
+        )
+        needed = [index for index, node in enumerate(graph.nodes) if node.needed] + [-1] * graph.input_needed
+        options: list[Option] = []
+        for option in kind.options:
+            kept = [{*map(int, region.keep)} for region in option.regions]
+            again = sum(run_again(counted, keep, needed)[0] for keep in kept)
+            work = Work(option.seconds, 0, again, len(kept))
+            options.append(replace(option, seconds=host.added(plain, work), work=work))
+        return Kind(tuple(options), graph, plain)
+
+    return replace(costs, kinds={name: kind_of(kind) for name, kind in costs.kinds.items()}, host=host)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    costs_of_graphs(at_once=True),
+    st.integers(0, 60),
+    st.builds(Host, replayed=st.integers(0, 8), region=st.integers(0, 8), operation=st.just(1), apart=st.booleans()),
+    st.builds(Work, st.integers(0, 12), st.integers(0, 12)),
+)
+def test_no_plan_costs_less_than_the_bound_whoever_is_slower(
+    costs: Costs, budget: int, host: Host, plain: Work
+) -> None:
+    """Where the slower of device and host counts, in the plain segment or only with replays, plans cost the bound."""
+    costs = launched(costs, host, plain)
+    try:
+        solution = choose(costs, budget)
+    except BudgetError:
+        assume(False)
+    assert solution.seconds >= bound(costs, budget) - 1e-9
+
+
+@pytest.mark.parametrize(
+    ("host", "plain", "seconds"),
+    [
+        # As without a host: the cheaper half of twelve operations of 0 to 11 seconds is run again.
+        (Host(replayed=1.0, apart=True), Work(device=9.0), 15.0),
+        # The host decides: each of six launches takes 4 seconds, and a region 3.
+        (Host(replayed=4.0, region=3.0, apart=True), Work(device=0.0, launched=0), 27.0),
+        # The device is 20 seconds ahead of it, which its launches use up.
+        (Host(replayed=4.0, region=3.0, apart=True), Work(device=20.0), 15.0),
+        # Both, on a CPU.
+        (Host(replayed=4.0, region=3.0), Work(), 42.0),
+    ],
+)
+def test_the_bound_knows_the_host(host: Host, plain: Work, seconds: float) -> None:
+    """What must be run again is paid for on the slower side, counted by hand."""
+    costs = stack(1)
+    kind = costs.kinds["a"]
+    assert kind.graph is not None
+    graph = replace(kind.graph, nodes=tuple(replace(node, operations=1) for node in kind.graph.nodes))
+    costs = replace(costs, kinds={"a": Kind(kind.options, graph, plain)}, host=host)
+    assert bound(costs, 65) == pytest.approx(seconds)
+
+
 def test_room_that_is_short_twice_counts_more_than_either_time() -> None:
     """The bound lies above the one of the turn and the one of the last backward alone."""
     costs, budget = stack(3, 100), 185
@@ -147,7 +211,7 @@ def test_equal_layers_are_cut_once(monkeypatch) -> None:
 @given(costs_of_graphs(), st.integers(0, 40), st.integers(1, 20), st.none() | st.integers(0, 30))
 def test_host_memory_is_room_that_time_limits(costs: Costs, room: int, speed: int, most: int | None) -> None:
     """No schedule costs less than the bound that sends some bytes away and waits for what the step does not hide."""
-    hosted = replace(costs, host=Host(most, float(speed)))
+    hosted = replace(costs, host_memory=HostMemory(most, float(speed)))
     found = bound(hosted, costs.turn_bytes + room)
     for size, seconds in schedules(costs):
         sent = max(0, size - room)

@@ -35,10 +35,9 @@ from torch_recompute.errors import brief
 from torch_recompute.memory.loop import Loop
 from torch_recompute.planner.candidates import all_guesses, record
 from torch_recompute.planner.planner import Planner
-from torch_recompute.planner.prices import Overhead
 from torch_recompute.planner.segments import group, regions
 from torch_recompute.planner.solve import smallest
-from torch_recompute.simulation.devices import Roofline
+from torch_recompute.simulation.devices import Host, Roofline
 from torch_recompute.simulation.training_step import TrainingStep
 
 WIDTH, TOKENS, BATCH = 32, 16, 2
@@ -226,7 +225,7 @@ def test_parts_of_a_part_are_recomputed_by_themselves() -> None:
     block = nn.Sequential(OrderedDict(mlp=nn.Sequential(OrderedDict(shared=shared, experts=Expert()))))
     found = record(block, lambda: block(x), [x])
     assert found.inner == {"mlp": ["mlp.shared", "mlp.experts"]}
-    guessed = {guess.regions: guess for guess in all_guesses(found, lambda op: float(op.flops), Overhead(call=1e12))}
+    guessed = {guess.regions: guess for guess in all_guesses(found, lambda op: float(op.flops), Host(call=1e12))}
     one, other, keeps = Choice(("mlp.shared",)), Choice(("mlp.experts",)), Choice(("mlp.experts",), ("@product",))
     both, one, other, keeps = (guessed[regions] for regions in ((one, other), (one,), (other,), (keeps,)))
     assert max(one.seconds, other.seconds) < both.seconds < 1e12 <= keeps.seconds
@@ -241,7 +240,7 @@ def test_products_of_one_module_are_kept_apart_where_one_narrows() -> None:
     found = record(model.layers[0], lambda: model.layers[0](x), [x])
     assert found.calls == [("@product",), ("@down",)]
     assert found.within == [{1}, set()]
-    guessed = {guess.regions: guess for guess in all_guesses(found, lambda op: float(op.flops), Overhead())}
+    guessed = {guess.regions: guess for guess in all_guesses(found, lambda op: float(op.flops))}
     assert set(guessed) == {(Choice(("",), keep),) for keep in ((), ("@down",), ("@product",))}
     none, down, every = (guessed[Choice(("",), keep),] for keep in ((), ("@down",), ("@product",)))
     rows = 64 * WIDTH * 4

@@ -16,7 +16,8 @@ from torch_recompute._torch import function_modes
 from torch_recompute.planner import prices
 from torch_recompute.planner.ops import Meta, Op
 from torch_recompute.planner.planner import Planner
-from torch_recompute.planner.prices import Measured, Overhead, key_of, processor
+from torch_recompute.planner.prices import Measured, key_of, processor
+from torch_recompute.simulation.devices import Host
 from torch_recompute.simulation.training_step import TrainingStep
 from torch_recompute.stores import measured
 from torch_recompute.stores.measured import PriceFile, folder, full_name
@@ -221,15 +222,17 @@ def test_the_speed_of_an_operation_is_that_of_what_it_reads() -> None:
 
 
 def test_what_a_region_takes_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a replay takes besides its operations is kept with the prices; a GPU runs ahead, and pays none."""
+    """What a replay takes besides its operations is kept with the prices, and said with them."""
     first = Measured(CPU)
     with torch.inference_mode(), torch.device("meta"):
-        assert min(first.overhead) > 0
+        host = first.host
+    assert min(host.region, host.replayed, host.call, host.watched) > 0
+    assert not host.apart
     first.keep()
     monkeypatch.setattr(prices, "_seconds", lambda *_: pytest.fail("it is measured again"))
-    assert Measured(CPU).overhead == first.overhead
-    assert str(Overhead(2e-4, 1e-5, 75e-6)).startswith(", 0.20 ms per region, 75 us per kept call")
-    assert str(Overhead()) == ""
+    assert Measured(CPU).host == host
+    monkeypatch.setattr(prices, "_overhead", lambda _: Host(region=2e-4, replayed=1e-5, call=75e-6))
+    assert first.timing.endswith("cpu, 0.20 ms per region, 75 us per kept call and 10 us per replayed operation")
 
 
 def test_what_a_region_takes_is_measured_under_no_mode(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +240,7 @@ def test_what_a_region_takes_is_measured_under_no_mode(monkeypatch: pytest.Monke
     active: list[Any] = []
     run = prices._seconds
     monkeypatch.setattr(prices, "_seconds", lambda *args: active.extend(function_modes()) or run(*args))
-    assert min(Measured(CPU).overhead) > 0
+    assert Measured(CPU).host.region > 0
     assert not active
 
 
@@ -245,7 +248,7 @@ def test_a_region_costs_more_than_its_operations(monkeypatch: pytest.MonkeyPatch
     """Every choice pays for its regions, what they run again and keep, so one large region may be better than two."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
     model, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.randn(2, 4, 8)
-    monkeypatch.setattr(prices, "_overhead", lambda _: Overhead(20.0, 5.0, 1e5))
+    monkeypatch.setattr(prices, "_overhead", lambda _: Host(region=20.0, replayed=5.0, call=1e5))
     planner = Planner(TrainingStep(model, (x,), loss=mean_loss))
     options = [option for kind in planner.costs.kinds.values() for option in kind.options]
     assert any(option.regions for option in options)
@@ -258,6 +261,6 @@ def test_a_region_costs_more_than_its_operations(monkeypatch: pytest.MonkeyPatch
         again = (seconds - 20.0 * called) / 5.0
         assert abs(again - round(again)) < 0.1  # operations that are run again; what they take alone is far less
     nodes = [node for kind in planner.costs.kinds.values() for node in kind.graph.nodes]
-    assert all(node.seconds >= 5.0 or node.seconds == 0 for node in nodes)  # 0: the other result of an operation
+    assert all(node.operations or not node.seconds for node in nodes)  # none: the other result of an operation
     assert planner.profile.timing.startswith("operations timed one by one on cpu")
     assert "and 5000000 us per replayed operation" in planner.profile.timing

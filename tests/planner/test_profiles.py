@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from torch_recompute import ArgumentError, Choice, Plan, Profile, solve
-from torch_recompute.planner.cost import Costs, Graph, Host, Kind, Node, Option, Point, Segment, peak
+from torch_recompute.planner.cost import Costs, Graph, HostMemory, Kind, Node, Option, Point, Segment, peak
 
 MIB = 2**20
 
@@ -124,10 +124,10 @@ def test_host_memory_and_groups_are_merged() -> None:
             replace(whole, span=2),
         )
         kinds = {"0": replace(one.costs.kinds["0"], options=(*one.costs.kinds["0"].options, *options))}
-        return replace(one, costs=replace(one.costs, kinds=kinds, host=Host(limit, 1e9)))
+        return replace(one, costs=replace(one.costs, kinds=kinds, host_memory=HostMemory(limit, 1e9)))
 
     one = offloading(None, 7).merge(offloading(100, 9))
-    assert one.costs.host == Host(100, 1e9)
+    assert one.costs.host_memory == HostMemory(100, 1e9)
     assert [(o.store, o.host_bytes, o.span, o.nested) for o in one.costs.kinds["0"].options[3:]] == [
         ("host", 9, 1, False),
         ("", 0, 2, True),

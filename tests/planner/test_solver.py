@@ -13,7 +13,7 @@ from support.costs import choices, figures, some_costs, stack, taken
 from torch_recompute import Choice, errors
 from torch_recompute.planner import solve
 from torch_recompute.planner.bound import bound
-from torch_recompute.planner.cost import Costs, Graph, Host, Kind, Node, Option, Point, Segment
+from torch_recompute.planner.cost import Costs, Graph, HostMemory, Kind, Node, Option, Point, Segment
 from torch_recompute.planner.solve import choose, frontier, smallest
 
 
@@ -65,17 +65,17 @@ def test_host_memory_has_a_limit(costs: Costs, sizes: list[int], room: int, more
         )
         for name, kind in costs.kinds.items()
     }
-    hosted = replace(costs, kinds=kinds, host=Host(room, 1.0))
+    hosted = replace(costs, kinds=kinds, host_memory=HostMemory(room, 1.0))
     least = smallest(hosted)
     before = math.inf
     for solution in (least, choose(hosted, least.peak_bytes), choose(hosted, least.peak_bytes + more)):
         assert sum(option.host_bytes for option in taken(solution)) <= room
         assert solution.seconds <= before
         before = solution.seconds
-    enough = replace(hosted, host=Host(1000, 1.0))
+    enough = replace(hosted, host_memory=HostMemory(1000, 1.0))
     assert (
         choose(enough, least.peak_bytes + more).seconds
-        == choose(replace(hosted, host=None), least.peak_bytes + more).seconds
+        == choose(replace(hosted, host_memory=None), least.peak_bytes + more).seconds
     )
     assert all(sum(o.host_bytes for o in taken(point)) <= room for point in frontier(hosted))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from itertools import accumulate, product
 from types import SimpleNamespace
@@ -14,11 +13,12 @@ from torch import nn
 
 from distributed.staged import Net, planner, plans_for
 from support.zoo import mean_loss
-from torch_recompute import ArgumentError, BudgetError, StagePlans, Stages, apply, make_plan
+from torch_recompute import ArgumentError, BudgetError, Plan, StagePlans, Stages, apply, make_plan
 from torch_recompute.plan.ranks import Ranks
 from torch_recompute.planner.cost import Costs, Kind, Option, Segment
 from torch_recompute.planner.known import Known
 from torch_recompute.planner.layout import Layout
+from torch_recompute.planner.ops import StepLog
 from torch_recompute.planner.pipeline import PipelinePlanner, plan_stages
 from torch_recompute.planner.planner import Planner
 from torch_recompute.planner.rank_memory import RankMemory, StageBytes
@@ -202,7 +202,7 @@ class Imagined(PipelinePlanner):
         moments = tuple(Moment(i, "", n, phase, path, ()) for i, (phase, path, n) in enumerate(steps))
         own = {(kind, had): max(forward if kind == "F" else backward) for kind in "FB" for had in (False, True)}
         taken = StageBytes(50 * len(options), 0, 0, 5, 5, 5, 5, levels[-1], 0, 0, own)
-        return StageRun(taken, moments, Counter(), ())
+        return StageRun(taken, moments, StepLog((), Plan()), ())
 
 
 @pytest.mark.parametrize("layers", range(29, 34))

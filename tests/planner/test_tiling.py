@@ -16,7 +16,7 @@ from support.away import Away
 from torch_recompute import BudgetError, Plan, Profile, apply, make_plan, measure, peaks, solve
 from torch_recompute.memory.loop import Loop
 from torch_recompute.planner.alternatives import alternatives
-from torch_recompute.planner.cost import Host
+from torch_recompute.planner.cost import HostMemory
 from torch_recompute.planner.hosts import Leave, waited
 from torch_recompute.planner.planner import Planner
 from torch_recompute.simulation.fused import fuse
@@ -267,4 +267,6 @@ def test_a_slower_link_costs_more() -> None:
     assert waits("9TB") == 0.0
     assert waits("9TB,1MB") == waits("1MB,9TB") == pytest.approx(2**20 / 1e6 - 0.1)
     assert waits("1MB") == pytest.approx(2 * waits("1MB,9TB"))
-    assert planner(offload=True, bandwidth=Leave.of(True, "1MB,2MB").bandwidth).costs.host == Host(None, 2e6)
+    assert planner(offload=True, bandwidth=Leave.of(True, "1MB,2MB").bandwidth).costs.host_memory == HostMemory(
+        None, 2e6
+    )

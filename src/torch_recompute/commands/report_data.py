@@ -22,6 +22,7 @@ from torch import nn
 
 from ..errors.text import grouped, starred
 from ..memory import Block
+from ..memory.ledger import Place
 from ..memory.operations import Operation
 from ..plan.apply import apply
 from ..plan.choice import RECOMPUTED, SHORT, Choice, kept_in_words, stored_in
@@ -106,7 +107,7 @@ class Clock:
         held: list[int] = []
         stores = stores_for(plan or Plan(), self.step)
 
-        def watch(_: str, operation: Operation) -> None:
+        def watch(_: Place, operation: Operation) -> None:
             ran.append(op_of(operation))
             held.append(sum(store.host_bytes for store in stores.values()))
 

@@ -25,6 +25,7 @@ from .._torch.inductor import BackendError, on_fakes
 from .._torch.tensors import each_tensor
 from ..errors.text import doing
 from ..memory.budget import Budget, Limit, bytes_meant, no_plan_fits
+from ..memory.ledger import Place
 from ..memory.operations import Operation
 from ..plan.plan import Plan, Prediction
 from ..planner.ops import Meta, Op, op_of
@@ -168,10 +169,10 @@ def _simulated(step: TrainingStep, allowed: int) -> CompiledStep:
         half = Meta((max(1, moved // 8),), (1,), torch.float32, next(iter(step.model.parameters())).device.type)
         ran.append((Op(aten.copy_.default, (half, half), (), (), 0), False))
 
-    def watch(phase: str, operation: Operation) -> None:
+    def watch(place: Place, operation: Operation) -> None:
         op = op_of(_as_eager(operation))
         if op is not None:
-            ran.append((op, phase == "optimizer"))
+            ran.append((op, place.phase == "optimizer"))
 
     try:
         prepare = partial(_compile, options=partition.options, kernel=kernel)

@@ -76,7 +76,7 @@ def _changed(planner: Planner) -> Iterator[tuple[str, str, TrainingStep, Plan]]:
         words = "gradients set to None (without --no-set-to-none)", "set_to_none=True"
         yield *words, replace(step, loop=replace(loop, set_to_none=True)), plan
     sheet = step.where.roofline
-    if sheet is not None and sheet.host is not None and planner.costs.host is None:
+    if sheet is not None and sheet.host_link is not None and planner.costs.host_memory is None:
         yield "--offload", "offload=True", step, Leave(True).stated(plan)
     if planner.whole is None:
         tiles, _ = tiled(step, plan, planner.simulated(plan))
@@ -149,7 +149,7 @@ def with_other_states(step: TrainingStep) -> Iterator[tuple[str, str, TrainingSt
         words = "a step in backward, by register_post_accumulate_grad_hook"
         yield "--optimizer-in-backward", words, replace(step, optimizer=replace(own, in_backward=True))
     sheet = step.where.roofline
-    if sheet is not None and sheet.host is not None:
+    if sheet is not None and sheet.host_link is not None:
         words = "states and step in host memory, as torchao.optim.CPUOffloadOptimizer's"
         yield "--optimizer-on-host", words, replace(step, optimizer=replace(own, on_host=True))
 

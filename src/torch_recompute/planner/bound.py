@@ -16,6 +16,12 @@ s in (0, 1) of the seconds before j, this holds too:
 Where host memory may be used, what can leave the device within a step counts as room, and no byte is worth more than
 the seconds in which it leaves; the second moment is not used then.
 
+A segment takes the longer of the seconds of its device and those of its host (`simulation/devices.py`), which is no sum
+over operations. But no schedule takes less than any mean of both sides, so of a kind of segment an operation costs a
+share of its seconds on the device and the rest of those of its launch; less what the mean is below the longer side of
+the plain segment. The share is the one that makes the bound highest. A segment that runs anything again also pays for
+its part of a region, around as many segments as one option takes; kept calls and the search for them cost nothing here.
+
 Assumed: all of forward comes before all of backward; what is saved is saved as it is; the operations are those that
 were profiled; what else is alive in the backward of a segment is there throughout. A segment without a graph counts
 nothing and gives its output for free.
@@ -30,15 +36,18 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
-from .cost import Costs, Graph, check
+from ..simulation.devices import Host
+from .cost import Costs, Graph, Kind, check
 
 # More than the rounding of sums of floats; the bound is lowered by it.
 ROUNDING = 1e-12
 SHARES = (0.25, 0.5, 0.75)
+CUTS = 4  # that are tried for the share of device and host, besides those of either alone
 
 
 class MinCut(NamedTuple):
@@ -52,7 +61,7 @@ class MinCut(NamedTuple):
         return MinCut(self.seconds + other.seconds, self.bytes + other.bytes)
 
     def value(self, price: float, weight: float = 1.0) -> float:
-        """Both in one figure."""
+        """Weighted seconds plus price times bytes."""
         return weight * self.seconds + price * self.bytes if self.seconds < math.inf else math.inf
 
 
@@ -71,10 +80,10 @@ def bound(costs: Costs, budget: int) -> float:
     room = budget - max([costs.turn_bytes, *turn])
     if room < 0:
         return math.inf
-    if costs.host is not None:
-        moved = costs.host.to_host * costs.step_seconds
-        room += math.floor(moved if costs.host.bytes is None else min(moved, costs.host.bytes))
-        return _least(partial(_cheapest, costs), room, 1 / costs.host.to_host)
+    if costs.host_memory is not None:
+        moved = costs.host_memory.to_host * costs.step_seconds
+        room += math.floor(moved if costs.host_memory.bytes is None else min(moved, costs.host_memory.bytes))
+        return _least(partial(_cheapest, costs), room, 1 / costs.host_memory.to_host)
     best = _least(partial(_cheapest, costs), room)
     before, left = _tightest(costs, budget)
     if best == math.inf or left < 0:
@@ -135,12 +144,20 @@ def _cheapest(
     """The cheapest cut of the segments up to `stop`; in those before `before` a second counts as a share of one."""
     made: dict[tuple[str, bool, bool, float], MinCut] = {}
 
+    means: dict[tuple[str, float], _Mean] = {}
+    span = max((option.span for kind in costs.kinds.values() for option in kind.options), default=1)
+
     def of(index: int, output: bool, input: bool) -> MinCut:
         kind, part = costs.segments[index].kind, share if index < before else 1.0
         key = kind, output, input, part
         if key not in made:
             graph = costs.kinds[kind].graph
-            cut = _NOTHING if graph is None else cheapest(graph, price, output, input, weight * part)
+            cut = _NOTHING
+            if graph is not None:
+                if (kind, part) not in means:
+                    means[kind, part] = _mean(costs.kinds[kind], graph, costs.host, span, price, weight * part)
+                mean, region, below = means[kind, part]
+                cut = cheapest(mean, price, output, input, weight * part, region).plus(MinCut(-below, 0))
             made[key] = MinCut(cut.seconds * part, cut.bytes)
         return made[key]
 
@@ -157,17 +174,78 @@ def _cheapest(
     return min(free, demanded, key=lambda cut: cut.value(price, weight))
 
 
-def cheapest(graph: Graph, price: float, output: bool, input: bool, weight: float = 1.0) -> MinCut:
+class _Mean(NamedTuple):
+    """A mean of the sides of a kind: the graph and a region in its seconds, and how far it is below both sides."""
+
+    graph: Graph
+    region: float
+    below: float
+
+
+def _mean(kind: Kind, graph: Graph, host: Host, span: int, price: float, weight: float) -> _Mean:
+    """The mean of device and host that bounds a kind highest, with regions around at most so many segments.
+
+    The share of the device is found for a segment whose input is there and whose output need not be. All segments of a
+    kind have the same, so that the bound holds for several under one region, too.
+    """
+    device, launches = kind.work.device, host.launches(kind.work)
+    longer, region = max(device, launches), host.region / span
+
+    def mean(of_device: float, of_host: float) -> _Mean:
+        nodes = (
+            node
+            if node.seconds == math.inf
+            else replace(node, seconds=of_device * node.seconds + of_host * host.replayed * node.operations)
+            for node in graph.nodes
+        )
+        return _Mean(
+            replace(graph, nodes=tuple(nodes)), of_host * region, longer - of_device * device - of_host * launches
+        )
+
+    def sides(share: float) -> tuple[float, float]:
+        """What the cheapest cut costs by the device alone, and by the host alone; saved bytes are in both."""
+        one = mean(share, 1 - share)
+        again, saved = selection(one.graph, price, False, True, weight, one.region) or ([], [])
+        kept = price * sum(graph.nodes[i].bytes for i in saved)
+        by_device = device + math.fsum(graph.nodes[i].seconds for i in again)
+        operations = math.fsum(graph.nodes[i].operations for i in again)
+        by_host = launches + host.replayed * operations + region * bool(again)
+        return kept + weight * (by_device - longer), kept + weight * (by_host - longer)
+
+    def best() -> float:
+        most = launches + host.replayed * sum(node.operations for node in graph.nodes) + region
+        if most <= device or not weight:
+            return float(most <= device + sum(node.seconds for node in graph.nodes))
+        high, low = sides(1.0), sides(0.0)
+        if high[0] >= high[1] or low[1] >= low[0]:
+            return float(high[0] >= high[1])
+        share = 1.0
+        for _ in range(CUTS):  # each where the two cuts around the best share cost the same
+            share = (high[1] - low[1]) / ((low[0] - low[1]) + (high[1] - high[0]))
+            middle = sides(share)
+            if middle in (high, low):
+                break
+            high, low = (middle, low) if middle[0] < middle[1] else (high, middle)
+        return share
+
+    if not host.apart:  # both sides are added
+        return mean(1.0, 1.0)._replace(below=0.0)
+    share = best()
+    return mean(share, 1 - share)
+
+
+def cheapest(graph: Graph, price: float, output: bool, input: bool, weight: float = 1.0, region: float = 0.0) -> MinCut:
     """The cheapest way to have all that backward needs; see `selection`."""
-    found = selection(graph, price, output, input, weight)
+    found = selection(graph, price, output, input, weight, region)
     if found is None:
         return _IMPOSSIBLE
     again, saved = found
-    return MinCut(math.fsum(graph.nodes[i].seconds for i in again), sum(graph.nodes[i].bytes for i in saved))
+    seconds = math.fsum(graph.nodes[i].seconds for i in again) + region * bool(again)
+    return MinCut(seconds, sum(graph.nodes[i].bytes for i in saved))
 
 
 def selection(
-    graph: Graph, price: float, output: bool, input: bool, weight: float = 1.0
+    graph: Graph, price: float, output: bool, input: bool, weight: float = 1.0, region: float = 0.0
 ) -> tuple[list[int], list[int]] | None:
     """Chooses the operations to run again, and those whose results to save, in the cheapest way; None if there is none.
 
@@ -177,6 +255,7 @@ def selection(
         output: Whether the output must be there as well.
         input: Whether the segment's input is there.
         weight: Of a second.
+        region: Seconds that are paid once if anything is run again.
     """
     nodes, size = graph.nodes, len(graph.nodes)
     roots: dict[int, int] = {-1: -1}  # each operation whose result is no view; of a view, its base
@@ -194,8 +273,10 @@ def selection(
         relevant |= new
         left += new
     # There: node i. Run again: node size + i.
-    flow = _Flow(2 * size + 2)
-    source, sink = 2 * size, 2 * size + 1
+    flow = _Flow(2 * size + 3)
+    source, sink, any_again = 2 * size, 2 * size + 1, 2 * size + 2
+    if region:
+        flow.edge(any_again, sink, weight * region)
     for index in sorted(relevant):
         node = nodes[index]
         if index in needed:
@@ -205,6 +286,8 @@ def selection(
         reads = {roots[read] for read in node.inputs}
         possible = (input or -1 not in reads) and node.seconds < math.inf
         flow.edge(size + index, sink, weight * node.seconds if possible else math.inf)
+        if region:
+            flow.edge(size + index, any_again, math.inf)
         for read in reads - {-1}:
             flow.edge(size + index, read, math.inf)
     side = flow.cut(source, sink)

@@ -26,7 +26,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -46,9 +46,9 @@ from ..plan.calls import ALL_PRODUCTS, decided, kind_of
 from ..plan.choice import ATTENTION, DOWN, PRODUCT, VALUES_UNUSED, Choice, Target
 from ..plan.roles import inside, relative
 from ..simulation.copies import reached_as_before
+from ..simulation.devices import ITSELF, NO_WORK, Host, Work
 from .cost import Graph, Node
 from .ops import Op, logging
-from .prices import Overhead
 
 MOST = 8  # candidates, so that all their subsets can be looked at
 _Key = tuple[str, str]  # the module and the kind of a call
@@ -93,7 +93,7 @@ class SegmentRecord:
     def graph(self, price: Callable[[Op], float]) -> Graph:
         """The operations as plain data, with prices."""
         nodes = [
-            Node(sum(map(price, made.ops)), made.bytes, tuple(sorted(made.inputs)), bool(made.saved))
+            Node(sum(map(price, made.ops)), made.bytes, tuple(sorted(made.inputs)), bool(made.saved), len(made.ops))
             for made in self.made
         ]
         return Graph(tuple(nodes), self.output, self.input_bytes, self.input_needed)
@@ -391,28 +391,31 @@ class Guess:
     regions: tuple[Choice, ...]  # with paths below the segment
     saved: int  # bytes stored
     rebuilt: int  # bytes made by the largest of its replays that backward needs
-    seconds: float  # of the replays
+    seconds: float  # that it adds to the step
+    work: Work  # of the replays
 
 
 Carries = Callable[[Sequence[str]], bool]  # whether a region of these paths carries decisions
 
 
 def all_guesses(
-    found: SegmentRecord, price: Callable[[Op], float], host: Overhead, carries: Carries = lambda _: False
+    found: SegmentRecord,
+    price: Callable[[Op], float],
+    host: Host = ITSELF,
+    plain: Work = NO_WORK,
+    carries: Carries = lambda _: False,
 ) -> list[Guess]:
-    """Guesses the cost of each choice."""
-    seconds = [sum(map(price, made.ops)) for made in found.made]
-    return [_guess(found, seconds, regions, host, carries) for regions in _choices(found)]
+    """Guesses the cost of each choice; `plain` is the work of the segment without recomputation."""
+    device = [sum(map(price, made.ops)) for made in found.made]
+    return [_guess(found, device, regions, host, plain, carries) for regions in _choices(found)]
 
 
-def guesses(
-    found: SegmentRecord, price: Callable[[Op], float], most: int, host: Overhead, carries: Carries, segments: int
-) -> list[Guess]:
+def guesses(every: list[Guess], most: int, segments: int) -> list[Guess]:
     """The choices worth trying, at most so many: first those that are the least for some of so many such segments."""
-    every = all_guesses(found, price, host, carries)
-    every.sort(key=lambda g: (g.saved, g.seconds, g.rebuilt, len(g.regions), sum(len(c.keep) for c in g.regions)))
     best: list[Guess] = []
-    for guess in every:
+    for guess in sorted(
+        every, key=lambda g: (g.saved, g.seconds, g.rebuilt, len(g.regions), sum(len(c.keep) for c in g.regions))
+    ):
         if not any(
             other.saved <= guess.saved and other.seconds <= guess.seconds and other.rebuilt <= guess.rebuilt
             for other in best
@@ -480,23 +483,30 @@ def _by_kind(found: SegmentRecord, numbers: Sequence[int]) -> Iterator[frozenset
             yield frozenset(number for number in numbers if found.kinds[number] in kinds)
 
 
-def _guess(found: SegmentRecord, seconds: Sequence[float], regions: Regions, host: Overhead, carries: Carries) -> Guess:
+def _guess(
+    found: SegmentRecord, device: Sequence[float], regions: Regions, host: Host, plain: Work, carries: Carries
+) -> Guess:
     """The cost of some regions."""
     needs = _Needs(found, regions, carries)
-    total, rebuilt = 0.0, 0
+    work, rebuilt, forward = Work(), 0, 0
     choices: list[Choice] = []
     for paths, kept in regions.items():
         passed, saved = needs.add_replay(paths, kept)
         idle = {found.made[i].call for i in passed} - needs.asked - {-1}
         idle = {call for call in idle if _goes_nowhere(found, call, passed)}
         unused = {call: said for call in sorted(idle) if (said := _unused(found, paths, call))}
-        total += sum(seconds[i] for i in passed if found.made[i].call not in unused)
-        calls = sum(len(found.calls[number]) for number in kept)
-        total += host.of(1, calls, 2 * len(passed) if kept else 0)
+        again = [i for i in passed if found.made[i].call not in unused]
+        replayed = sum(len(found.made[i].ops) for i in again)
+        inner, skipped = needs.inside(paths), kept | unused.keys()
+        calls = sum(len(m.ops) for m in inner if m.call in skipped or (m.decision and paths in needs.carrying))
+        work = work.plus(Work(sum(device[i] for i in again), 0, replayed, 1, calls))
+        forward += sum(len(made.ops) for made in inner)
         rebuilt = max(rebuilt, sum(found.made[i].bytes for i in saved))
         words = (word for said in unused.values() for word in said)
         choices.append(Choice(paths, (*_words(found, paths, kept), *words)))
-    return Guess(tuple(choices), needs.stored_bytes, rebuilt, total)
+    if needs.carrying or any(choice.keep for choice in choices):
+        work = replace(work, watched=forward + work.replayed)
+    return Guess(tuple(choices), needs.stored_bytes, rebuilt, host.added(plain, work), work)
 
 
 class _Needs:
@@ -507,11 +517,12 @@ class _Needs:
         again: Those that replays make.
         asked: The calls of which backward needs something within their region.
         takes_input: Whether the segment's input is kept.
+        carrying: The regions that carry decisions.
     """
 
     def __init__(self, found: SegmentRecord, regions: Regions, carries: Carries) -> None:
         self._found, self._regions = found, regions
-        self._carrying = {paths for paths in regions if carries(paths)}
+        self.carrying = {paths for paths in regions if carries(paths)}
         self._known: dict[str, tuple[str, ...] | None] = {}
         self._at = [self._region_of(made.module) for made in found.made]
         self.stored, self.again, self.asked = set[int](), set[int](), set[int]()
@@ -537,7 +548,7 @@ class _Needs:
                 self.asked.add(made[i].call)
             if region is None or region != asked_in or made[i].call in self._regions[region]:
                 self.stored.add(i)  # no region makes it again, or what asks is outside of the region, or it is kept
-            elif made[i].decision and region in self._carrying:
+            elif made[i].decision and region in self.carrying:
                 self.stored.add(i)
             elif i not in self.again:
                 self.again.add(i)
@@ -554,8 +565,12 @@ class _Needs:
             given = {i for path in paths for i in self._found.given[path]}
             self.takes_input = self.takes_input or -1 in given
             self.stored.update(i for i in given if i >= 0 and at[i] != paths)
-            self.stored.update(i for i in run if paths in self._carrying and made[i].decision)
+            self.stored.update(i for i in run if paths in self.carrying and made[i].decision)
         return [i for i in run if made[i].call not in kept], {i for i, _ in saved}
+
+    def inside(self, paths: tuple[str, ...]) -> list[Made]:
+        """What the forward of a region makes."""
+        return [made for made, at in zip(self._found.made, self._at, strict=True) if at == paths]
 
     @property
     def stored_bytes(self) -> int:

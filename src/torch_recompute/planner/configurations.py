@@ -15,7 +15,6 @@ a `Prediction` of it, whose bound and whose lines need the trials of a profile t
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -26,7 +25,7 @@ from torch import nn
 
 from .. import errors
 from ..errors.text import close_to, counted, doing, listed, shown, table
-from ..memory.ledger import Block, largest
+from ..memory.ledger import Block, Place, largest
 from ..memory.operations import Operation
 from ..memory.reserved import EXPANDABLE, in_brief, in_words
 from ..plan.apply import apply
@@ -40,9 +39,10 @@ from ..simulation.recording import SHARDING
 from ..simulation.training_step import TrainingStep, elements
 from ..stores import Bandwidth
 from .hosts import NO_LEAVE, Leave, stores_for, waited
-from .ops import Op, op_of
-from .prices import Measured, prices_for, seconds_of
-from .sent import Sent, overlapped, sent, unknown_network
+from .ops import StepLog
+from .prices import Measured, prices_for
+from .segments import segment_paths
+from .sent import Sent, parts_of, sent, unknown_network, update_seconds
 from .tiling import tiled
 
 PEAK_WORDS: Mapping[str, str] = {
@@ -243,56 +243,43 @@ def stated(plans: Mapping[str, Plan], leave: Leave, dashes: str = "") -> Mapping
 
 
 class _Ran(NamedTuple):
-    """A simulated step and its operations: by phase, and in order where ranks share the model; bytes in host memory."""
+    """A simulated step, its operations, and the most that is in host memory."""
 
     simulation: Simulation
-    ran: Counter[tuple[str, Op]]
-    order: list[Op]
+    log: StepLog
     most_hosted: int
 
 
 def _simulated(step: TrainingStep, plan: Plan) -> _Ran:
-    ran: Counter[tuple[str, Op]] = Counter()
-    order: list[Op] = []
+    log = StepLog(segment_paths(step.model), plan, ordered=step.ranks.fully_sharded)
     stores, most_hosted = stores_for(plan, step), 0
 
-    def count(phase: str, operation: Operation) -> None:
+    def count(place: Place, operation: Operation) -> None:
         nonlocal most_hosted
         most_hosted = max(most_hosted, sum(store.host_bytes for store in stores.values()))
-        op = op_of(operation)
-        if op is not None:
-            ran[phase, op] += 1
-            if phase != "optimizer" and step.ranks.fully_sharded:
-                order.append(op)
+        log.see(place, operation)
 
     found = simulate_step(step, prepare=lambda copy: apply(copy, plan, stores=stores), watch=count)
     later = after_others(step, found)
-    return _Ran(found, ran, order, most_hosted) if later is None else _simulated(later, plan)
+    return _Ran(found, log, most_hosted) if later is None else _simulated(later, plan)
 
 
 def _configured(
     step: TrainingStep, name: str, plan: Plan, price: Roofline | Measured, link: Bandwidth | None
 ) -> ConfiguredStep:
     doing(f"simulating the step with {name}")
-    found, ran, order, most_hosted = _simulated(step, plan)
+    found, log, most_hosted = _simulated(step, plan)
     times = step.loop.accumulate
-    without = {key: number for key, number in ran.items() if key[0] != "replay"}
-    updating, step_seconds = seconds_of(ran, price, times, len(plan.choices))
-    replay_seconds = step_seconds - seconds_of(without, price, times)[1]
-    hidden: dict[str, float] = {}
-    if order:
-        once, hidden = overlapped(order, price)
-        step_seconds = times * once + updating
+    parts, updating = parts_of(log, price), update_seconds(log, price)
+    once = parts.seconds(price.host)
+    step_seconds = times * once + updating
+    replay_seconds = times * (once - parts_of(log, price, plain=True).seconds(price.host))
     waits = 0.0
     if link is not None:
-        forward = sum(price(op) * number for (phase, op), number in ran.items() if phase == "forward")
-        backward = step_seconds - updating - forward * times
-        waits = times * waited(most_hosted, link, forward, backward / times)
-    every: Counter[Op] = Counter()
-    for (_, op), number in ran.items():
-        every[op] += number
+        forward = sum(price(op) * number for op, number in log.ops("forward").items())
+        waits = times * waited(most_hosted, link, forward, once - forward)
     timing = price.timing if isinstance(price, Measured) else ""
-    sends = sent(every, price, hidden, times)
+    sends = sent(log.ops(), price, parts.hidden, times)
     words = price.name, timing, most_hosted + found.host_bytes, sends, _each(step, found)
     waiting = waits if link is not None and most_hosted else None
     return ConfiguredStep(name, plan, found, step_seconds + waits, replay_seconds, *words, waited_seconds=waiting)

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from .. import errors
 from ..plan.choice import Choice
+from ..simulation.devices import ITSELF, NO_WORK, Host, Work
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Option:
         flops: FLOPs of its replay.
         span: How many segments in a row, of one kind, it covers.
         host_bytes: What it keeps in host memory from its forward to its backward.
+        work: What its replays give device and host to do; with `Kind.work` that makes the seconds, but for the waiting.
     """
 
     regions: tuple[Choice, ...]
@@ -47,6 +49,7 @@ class Option:
     flops: int = 0
     span: int = 1
     host_bytes: int = 0
+    work: Work = NO_WORK
 
     @property
     def store(self) -> str:
@@ -69,16 +72,18 @@ class Node:
     """One operation of a forward, for the bound.
 
     Attributes:
-        seconds: What running it again costs; infinite for one that must not be (random numbers, collectives).
+        seconds: Of the device, to run it again; infinite for one that must not be (random numbers, collectives).
         bytes: Of the storage that it makes; 0 for a view of its only input, or an in-place operation.
         inputs: Indices of nodes in the same graph that it reads; -1 is the segment's input.
         needed: Whether backward needs its result.
+        operations: How many operations it is for the host.
     """
 
     seconds: float
     bytes: int
     inputs: tuple[int, ...]
     needed: bool = False
+    operations: float = 0
 
 
 @dataclass(frozen=True)
@@ -108,10 +113,12 @@ class Kind:
     Attributes:
         options: The ways to treat one, none of which another equals or beats in everything; the first is "no region".
         graph: Its operations; None if unknown, and then the bound counts nothing for it.
+        work: Of one in a step without recomputation.
     """
 
     options: tuple[Option, ...]
     graph: Graph | None = None
+    work: Work = NO_WORK
 
 
 @dataclass(frozen=True)
@@ -147,7 +154,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Host:
+class HostMemory:
     """Host memory that a step may use: the most bytes (None for no limit), and bytes per second that go there."""
 
     bytes: int | None
@@ -184,7 +191,9 @@ class Costs:
         points: In any order.
         step_seconds: Of the step without recomputation in segments.
         turn_bytes: What is alive when forward ends and backward begins, besides what the segments saved.
-        host: Host memory that may be used; None for none.
+        host_memory: Host memory that may be used; None for none.
+        host: What launches the operations.
+        parts: The work of the parts of the step without recomputation in segments (`simulation/devices.py`).
     """
 
     kinds: Mapping[str, Kind]
@@ -192,7 +201,9 @@ class Costs:
     points: tuple[Point, ...] = ()
     step_seconds: float = 0.0
     turn_bytes: int = 0
-    host: Host | None = None
+    host_memory: HostMemory | None = None
+    host: Host = ITSELF
+    parts: tuple[Work, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -294,7 +305,7 @@ def _complaints(costs: Costs) -> Iterator[str]:
             yield f"the bytes of a point {wrong}: {point}"
     if not _are_bytes(costs.turn_bytes):
         yield f"turn_bytes {wrong}: {costs.turn_bytes!r}"
-    host = costs.host
+    host = costs.host_memory
     if host is not None and not (host.to_host > 0 and (host.bytes is None or _are_bytes(host.bytes))):
         yield f"host memory has no whole number of bytes or no speed above 0: {host}"
 
@@ -332,14 +343,21 @@ def _are_bytes(*values: object) -> bool:
 
 def for_all(option: Option, times: int) -> Option:
     """The option, paid for in each of some microbatches."""
-    return replace(option, seconds=option.seconds * times, flops=option.flops * times)
+    return replace(option, seconds=option.seconds * times, flops=option.flops * times, work=option.work.times(times))
 
 
 def kinds_for_all(kinds: Mapping[str, Kind], times: int) -> dict[str, Kind]:
     """The kinds, with options paid for in each of some microbatches."""
-    return {name: Kind(tuple(for_all(o, times) for o in k.options), paid(k.graph, times)) for name, k in kinds.items()}
+    return {
+        name: Kind(
+            tuple(for_all(option, times) for option in kind.options), paid(kind.graph, times), kind.work.times(times)
+        )
+        for name, kind in kinds.items()
+    }
 
 
 def paid(graph: Graph | None, times: float) -> Graph | None:
     """The graph, if there is one, whose operations take so many times as long."""
-    return graph and replace(graph, nodes=tuple(replace(n, seconds=n.seconds * times) for n in graph.nodes))
+    nodes = () if graph is None else graph.nodes
+    paid_for = (replace(n, seconds=n.seconds * times, operations=n.operations * times) for n in nodes)
+    return graph and replace(graph, nodes=tuple(paid_for))

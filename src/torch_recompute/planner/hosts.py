@@ -117,7 +117,9 @@ def _read_bandwidth(given: HostBandwidth, dashes: str) -> Bandwidth:
 
 
 HostBandwidth = int | float | str | Sequence[int | float | str] | None
-LINKS = {name: Bandwidth(sheet.host, sheet.host) for name, sheet in DEVICES.items() if sheet.host is not None}
+LINKS = {
+    name: Bandwidth(sheet.host_link, sheet.host_link) for name, sheet in DEVICES.items() if sheet.host_link is not None
+}
 
 
 def link_of(roofline: Roofline | None, device: torch.device) -> Bandwidth:
@@ -127,12 +129,12 @@ def link_of(roofline: Roofline | None, device: torch.device) -> Bandwidth:
         ArgumentError: The device is the CPU, or one that nothing is known of.
     """
     if roofline is not None:
-        if roofline.host is None:
+        if roofline.host_link is None:
             raise errors.ArgumentError(
                 f"offload: how fast device {roofline.name!r} copies to and from host memory is not known.\n"
                 f"  Known are {', '.join([*LINKS])}, and any CUDA device of this machine, which is measured."
             )
-        return Bandwidth(roofline.host, roofline.host)
+        return Bandwidth(roofline.host_link, roofline.host_link)
     if device.type == "cpu":
         raise errors.ArgumentError(
             "offload: the step is planned for the CPU, whose memory is host memory, so offloading would free nothing.\n"

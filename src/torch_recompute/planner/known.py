@@ -26,7 +26,7 @@ import os
 import pickle
 import sys
 import types
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from .clock import Clocked
     from .cost import Kind
     from .hosts import Leave
-    from .ops import Op
+    from .ops import StepLog
     from .tiling import InTiles
 
 MOST = 8
@@ -70,8 +70,7 @@ class Known:
     Attributes:
         simulations: Simulated steps, by the choices of their plans.
         own_peak_bytes: The peak of the step without a plan, where a plan switches something in the model.
-        ran: The operations of the step without recomputation by phase, and how often each ran.
-        order: Of these, those of forward and backward in their order, where ranks send beside them.
+        log: The operations of the step without recomputation.
         written: The weights that the forward writes to.
         segments: The paths and kinds of the segments, the routers, and the dtype of autocast in the first segment.
         tiling: What may be in tiles, and in how many.
@@ -84,8 +83,7 @@ class Known:
 
     simulations: dict[Any, Simulation] = field(default_factory=dict[Any, "Simulation"])
     own_peak_bytes: int | None = None
-    ran: Counter[tuple[str, Op]] = field(default_factory=Counter[tuple[str, "Op"]])
-    order: list[Op] = field(default_factory=list["Op"])
+    log: StepLog | None = None
     written: frozenset[str] = frozenset()
     segments: tuple[list[str], list[str], tuple[str, ...], str] | None = None
     tiling: InTiles | None = None

@@ -53,7 +53,7 @@ from .pipeline import Budget, PipelinePlanner, PipelineRank, PipelineStages, Ran
 from .planner import Planner
 from .prices import prices_for
 from .schedules import Pipeline, one_f_one_b, orders_named
-from .sent import Sent, between, sent, together
+from .sent import Price, Sent, between, parts_of, sent, together
 from .stage_runs import ActionPeak, StageRun
 from .states import Stated, new_states, trained, update
 from .tensor_parallel import check_divides, rank_model
@@ -178,6 +178,12 @@ class RankPlan:
         data["largest"] = [*map(tensor_as_data, self.largest)]
         data["buffer_bytes"], data["made_of"] = self.buffer_bytes, parts_as_data(self.made_of)
         return data
+
+
+def _replay_seconds(run: StageRun, price: Price) -> float:
+    """Seconds that replays add to one microbatch of a stage."""
+    whole, plain = (parts_of(run.log, price, plain=plain).seconds(price.host) for plain in (False, True))
+    return whole - plain
 
 
 def step_seconds(layout: Layout, plans: Sequence[RankPlan], *, plain: bool = False) -> float:
@@ -446,7 +452,7 @@ class LayoutRanks:
             activation_bytes=peak.bytes - states - parts.get("buffers of ranks", 0),
             plain_peak_bytes=rank.peak(rank.runs).bytes,
             microbatch_seconds=rank.seconds,
-            replay_seconds=sum(price(op) * count for run in runs.values() for op, count in run.replayed.items()),
+            replay_seconds=sum(_replay_seconds(run, price) for run in runs.values()),
             optimizer_seconds=sum(price(op) * count for op, count in update.items()),
             link_bytes=sum(sent * count for sent, _, count in links),
             link_seconds=sum(seconds for _, seconds, _ in links),

@@ -7,8 +7,10 @@ that returns only views of its inputs costs nothing and has no key.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -17,7 +19,12 @@ import torch
 from .._torch import is_operator, tensors_in
 from .._torch.fakes import APART, device_of, writes
 from .._torch.flops import flops, fused_on_cpu
+from ..memory.ledger import Place
 from ..memory.operations import Operation, Operations
+from ..plan.plan import Plan
+from ..plan.roles import inside
+from ..simulation.devices import Work
+from ..state.observer import running
 
 
 @dataclass(frozen=True)
@@ -167,3 +174,93 @@ def logging(seen: Callable[[Op, Operation], None]) -> Operations:
             seen(op, ran)
 
     return Operations(look)
+
+
+def is_kept() -> bool:
+    """Whether what runs now is part of a call that a region keeps, or of a decision that it carries."""
+    inside = running()
+    return bool(inside) and inside[-1].kind in ("saved call", "choice")
+
+
+class Ran(NamedTuple):
+    """An operation of a step: the phase and the segment ("" for none) in which it ran, and its key."""
+
+    phase: str
+    segment: str
+    op: Op
+
+
+class StepLog:
+    """Counts the operations of a simulated step, by segment; its `see` is a watch of `simulate_step`.
+
+    Args:
+        segments: The paths of the segments.
+        plan: The regions of the step.
+        ordered: Whether the order of forward and backward counts, where ranks send beside them.
+
+    Attributes:
+        ran: How often each operation ran.
+        order: Those of forward and backward in their order, if that counts.
+    """
+
+    def __init__(self, segments: Sequence[str], plan: Plan, ordered: bool = False) -> None:
+        self._segments, self._ordered = sorted(segments, key=len, reverse=True), ordered
+        self.segment_of = functools.cache(self._segment_of)
+        self._regions = defaultdict[str, float](float)
+        for choice in plan.choices:
+            for path in choice.modules:
+                self._regions[self.segment_of(path)] += 1 / len(choice.modules) + choice.nested
+        self._keeping = {self.segment_of(path) for c in plan.choices if c.keep or c.carry for path in c.modules}
+        self.ran: Counter[Ran] = Counter()
+        self.order: list[Ran] = []
+        self._times: dict[str, set[int]] = {}
+        self._calls: Counter[str] = Counter()
+        self._watched: Counter[str] = Counter()
+
+    def _segment_of(self, module: str) -> str:
+        return next((path for path in self._segments if inside(module, path)), "")
+
+    def see(self, place: Place, operation: Operation) -> None:
+        """Counts an operation."""
+        op = op_of(operation)
+        if op is None:
+            return
+        shared = op.sent_bytes is not None and op.group.word in ("shard", "replica")
+        segment = "" if op.moved or shared else self.segment_of(place.module)
+        ran = Ran(place.phase, segment, op)
+        self.ran[ran] += 1
+        if self._ordered and ran.phase != "optimizer":
+            self.order.append(ran)
+        if place.phase == "forward" and segment:
+            self._times.setdefault(segment, set()).add(dict(place.calls).get(segment, 1))
+        if segment in self._keeping and running():
+            self._watched[segment] += 1
+            self._calls[segment] += is_kept()
+
+    def clear(self) -> None:
+        """Forgets what has run."""
+        for counted in (self.ran, self.order, self._times, self._calls, self._watched):
+            counted.clear()
+
+    def ops(self, *phases: str) -> Counter[Op]:
+        """How often each operation ran in some phases; in all, without any."""
+        found: Counter[Op] = Counter()
+        for ran, count in self.ran.items():
+            if not phases or ran.phase in phases:
+                found[ran.op] += count
+        return found
+
+    def parts(self, price: Callable[[Op], float], *, plain: bool = False) -> dict[str, Work]:
+        """The work of each part of a forward and a backward, by segment; `plain` is what it is without replays."""
+        found: dict[str, Work] = {"": Work()}
+        for (phase, segment, op), count in self.ran.items():
+            if phase != "optimizer" and not (plain and phase == "replay"):
+                launched = 0 if op.in_host_memory else count
+                again = phase == "replay"
+                more = Work(price(op) * count, launched * (not again), launched * again)
+                found[segment] = found.get(segment, Work()).plus(more)
+        for segment, count in self._regions.items() if not plain else ():
+            times = len(self._times.get(segment, ())) or 1
+            calls = Work(regions=count * times, calls=self._calls[segment], watched=self._watched[segment])
+            found[segment] = found.get(segment, Work()).plus(calls)
+        return found

@@ -41,7 +41,7 @@ from .ops import Op
 from .planner import Planner, calibrate
 from .rank_memory import RankMemory, RankPeak, StageBytes
 from .schedules import FORWARD, INPUTS, REDUCE, WEIGHTS, Pipeline, Schedule, ScheduleStep, in_flight, schedule_steps
-from .sent import Price, overlapped
+from .sent import Price, parts_of
 from .solve import choices_of, choose, planned, smallest
 from .stage_runs import StageRun, StageRunner
 
@@ -215,11 +215,9 @@ class PipelineRank:
         if of.optimizer is not None:
             taken, updating = of.runner.optimizer(of.optimizer, self.parameters)
         self.ran = sum((run.ran for run in runs.values()), Counter[Op]()), updating
-        self.seconds, self.hidden = sum(of.price(op) * count for op, count in self.ran[0].items()), dict[str, float]()
-        if of.step.ranks.fully_sharded:
-            found = [overlapped(run.order, of.price) for run in runs.values()]
-            self.seconds = sum(seconds for seconds, _ in found)
-            self.hidden = dict(sum((Counter(hidden) for _, hidden in found), Counter[str]()))
+        found = [parts_of(run.log, of.price) for run in runs.values()]
+        self.seconds = sum(one.seconds(of.price.host) for one in found)
+        self.hidden = dict(sum((Counter(one.hidden) for one in found), Counter[str]()))
         self.state_bytes = taken[0]
         self.memory = RankMemory(
             schedule_steps(actions),
@@ -344,7 +342,7 @@ class RankPlanner(PipelineRank):
 
     def _hosts(self, chosen: Chosen) -> bool:
         """Whether host memory holds what some options send there."""
-        host = self._of.profile.costs.host
+        host = self._of.profile.costs.host_memory
         return host is None or host.bytes is None or self.memory.most_hosted(self._hosted(chosen)) <= host.bytes
 
     def _estimated(self, tried: TriedPlan, chosen: Chosen, single: Mapping[int, Costs]) -> int:
@@ -417,18 +415,17 @@ class RankPlanner(PipelineRank):
             for i, segment in enumerate(self._of.segments(stage)):
                 name, kind = f"{segment.kind} of stage {stage}", self._of.profile.costs.kinds[segment.kind]
                 options = tuple(_held(option, times, runs, self.memory.most[stage]) for option in kind.options)
-                kinds[name] = Kind(options, kind.graph and graph_held(kind.graph, times + runs))
+                kinds[name] = Kind(options, kind.graph and graph_held(kind.graph, times + runs), kind.work)
                 forward = costs.segments[i].forward_bytes + after[i + 1] if runs else 0
                 backward = costs.segments[i].backward_bytes + after[i + 1] if runs else 0
                 segments.append(Segment(segment.path, name, forward, backward))
-        host = self._of.profile.costs.host
-        return Costs(kinds, tuple(segments), tuple(points), costs.step_seconds, costs.turn_bytes, host)
+        return replace(costs, kinds=kinds, segments=tuple(segments), points=tuple(points))
 
     def _calibrated(self, tried: TriedPlan, stage: int, level: int) -> Costs:
         """The costs of one microbatch of a stage, above what else is alive."""
         of = self._of
         lifted = [sample._replace(live_bytes=sample.live_bytes + level) for sample in tried.runs[stage].timeline]
-        return calibrate(
+        costs = calibrate(
             lifted,
             [segment.path for segment in of.segments(of.alike[stage])],
             [segment.kind for segment in of.segments(stage)],
@@ -436,6 +433,7 @@ class RankPlanner(PipelineRank):
             of.profile.costs.kinds,
             self.seconds,
         )
+        return replace(costs, host_memory=of.profile.costs.host_memory, host=of.profile.costs.host)
 
     def planned(self, groups: Sequence[Sequence[int]], tried: TriedPlan, wanted: Limit, times: int) -> list[Plan]:
         """A plan for each of some groups of stages, with what is promised of the whole rank.
@@ -443,16 +441,17 @@ class RankPlanner(PipelineRank):
         The lines of the predictions are of so many `times` a microbatch.
         """
         of, microbatches = self._of, self._of.pipeline.microbatches
-        kinds = kinds_for_all({name: Kind(kind.options) for name, kind in of.profile.costs.kinds.items()}, times)
+        kinds = {name: Kind(kind.options, work=kind.work) for name, kind in of.profile.costs.kinds.items()}
+        kinds = kinds_for_all(kinds, times)
         bound_seconds = 0.0
-        if INPUTS not in self.kinds and of.profile.costs.host is None:
+        if INPUTS not in self.kinds and of.profile.costs.host_memory is None:
             # The bound knows nothing of halves of backwards that wait, nor of copies of several microbatches.
             costs = self._costs(self.plain, self.memory.fullest(self.plain.bytes))
             bound_seconds = bound(costs, max(wanted, tried.peak.bytes))
         found: list[Plan] = []
         for stages in groups:
             segments = tuple(segment for stage in stages for segment in of.segments(stage))
-            costs = Costs(kinds, segments)
+            costs = Costs(kinds, segments, host=of.profile.costs.host)
             paths = {segment.path for segment in segments}
             modules = tuple(row for row in of.profile.modules if row[0] in paths)
             peak = self.plain.peak.bytes

@@ -33,7 +33,7 @@ from .. import _torch, errors
 from ..errors.text import counted, doing
 from ..memory.budget import FIT, Budget, Limit, bytes_meant, no_plan_fits, read_budget
 from ..memory.free import free_bytes
-from ..memory.ledger import storages
+from ..memory.ledger import Place, storages
 from ..memory.operations import Operation
 from ..memory.reserved import EXPANDABLE, expands
 from ..plan.apply import Applied, apply
@@ -43,15 +43,16 @@ from ..plan.plan import Plan, Switched
 from ..plan.roles import inside, relative
 from ..plan.wrappers import described
 from ..simulation import Moment, Simulation, after_others, simulate_step
+from ..simulation.devices import Work
 from ..simulation.training_step import ALONE, TrainingStep, loss_of
-from .candidates import Guess, SegmentRecord, guesses, offloads, record
+from .candidates import Guess, SegmentRecord, all_guesses, guesses, offloads, record
 from .clock import Clocked, Scale, clock, obstacle
 from .cost import (
     NOTHING,
     Always,
     Costs,
     Graph,
-    Host,
+    HostMemory,
     Kind,
     Option,
     Point,
@@ -65,11 +66,11 @@ from .cost import (
 )
 from .hosts import NO_LEAVE, Leave, limit_of, stores_for, waited
 from .known import known
-from .ops import Op, op_of
-from .prices import Measured, Overhead, beside, hidden_copies, prices_for, seconds_of
+from .ops import StepLog
+from .prices import Measured, prices_for
 from .profile import Profile
-from .segments import CapturedCall, capture, group, regions, spans
-from .sent import Sent, overlapped, sent
+from .segments import CapturedCall, capture, group, regions, segment_paths, spans
+from .sent import Sent, parts_of, sent, update_seconds
 from .solve import choices_of, choose, decides, frontier, planned, smallest, untied
 from .tiling import InTiles, in_tiles, mlps_in_words, mlps_of
 from .trials import SegmentCall, Tried, attempt
@@ -108,8 +109,7 @@ class _Weights:
 class Planner:
     """Costs of a training step, and plans for it.
 
-    `leave` is what plans may use besides recomputation; `ran` gets the operations of the step without recomputation
-    and how often each ran (in one of the steps that are accumulated).
+    `leave` is what plans may use besides recomputation.
 
     Attributes:
         step: The step.
@@ -124,9 +124,7 @@ class Planner:
         known: Kept for the next planner of the same step.
     """
 
-    def __init__(
-        self, step: TrainingStep, *, leave: Leave = NO_LEAVE, ran: Counter[tuple[str, Op]] | None = None
-    ) -> None:
+    def __init__(self, step: TrainingStep, *, leave: Leave = NO_LEAVE) -> None:
         self.step = step
         limit = limit_of(leave.offload) if leave.offload is not False else None
         self.whole = Planner(step, leave=replace(leave, tiles=False)) if leave.tiles else None
@@ -136,12 +134,10 @@ class Planner:
         if self.whole is not None:
             self._allow_tiles(self.whole)
         self.base = self.simulated(Plan(self.always.choices)) if self.always.choices else self.plain
-        if ran is not None:
-            ran.update(self.known.ran)
         self.price = prices_for(step, self.plain.device)
-        self._host_seconds = self.price.overhead if isinstance(self.price, Measured) else Overhead()
+        self._launcher = self.price.host
         self._link = leave.link(step.where.roofline, self.plain.device)
-        self._host = None if self._link is None else Host(limit, self._link.to_host)
+        self._host_memory = None if self._link is None else HostMemory(limit, self._link.to_host)
         self.paths, self._kinds, self._routers, autocast = self._segments()
         self._loop = replace(self.base.loop, autocast=autocast)
         self.known.ways = self.known.ways or (
@@ -151,17 +147,15 @@ class Planner:
         plain = tuple(self._ways[kind].options[0] for kind in self._kinds)
         # Costs that are taken too high may not see that it fits.
         self._without = Solution(plain, self.base.peak_bytes, 0.0, "no regions are needed")
-        self.optimizer_seconds, seconds = seconds_of(self.known.ran, self.price, step.loop.accumulate)
-        self._hidden = hidden_copies(self.known.ran, self.price)
-        if self.known.order:
-            once, self._hidden = overlapped(self.known.order, self.price)
-            seconds = step.loop.accumulate * once + self.optimizer_seconds
+        self.optimizer_seconds = update_seconds(self._log, self.price)
+        self._parts = parts_of(self._log, self.price)
+        seconds = step.loop.accumulate * self._parts.seconds(self._launcher) + self.optimizer_seconds
         if self.whole is not None:
             more = max(0.0, seconds - self.whole.costs.step_seconds)
             words = (*self.always.words, *self._tiling.refused)
             self.always = replace(self.always, seconds=more, flops=self.base.flops["replay"], words=words)
         self.costs = self._calibrated(self.base, plain, seconds, None)
-        self._timing = f"{self.price.timing}{self._host_seconds}" if isinstance(self.price, Measured) else ""
+        self._timing = self.price.timing if isinstance(self.price, Measured) else ""
         if isinstance(self.price, Measured):
             self.price.keep()
 
@@ -174,8 +168,7 @@ class Planner:
         head = self._tiling.head
         self.always = Always(() if head is None else (head,), words=(self._tiling.words,))
         if head is None:
-            self.known.ran, self.known.order = whole.known.ran, whole.known.order
-            self.known.written = whole.known.written
+            self.known.log, self.known.written = whole.known.log, whole.known.written
 
     def _segments(self) -> tuple[list[str], list[str], tuple[str, ...], str]:
         """The paths and kinds of the segments, the routers, and the dtype of autocast."""
@@ -189,10 +182,13 @@ class Planner:
     @property
     def sent(self) -> tuple[Sent, ...]:
         """The bytes that the rank sends in a step without recomputation."""
-        ran: Counter[Op] = Counter()
-        for (_, op), count in self.known.ran.items():
-            ran[op] += count
-        return sent(ran, self.price, self._hidden, self.step.loop.accumulate)
+        return sent(self._log.ops(), self.price, self._parts.hidden, self.step.loop.accumulate)
+
+    @property
+    def _log(self) -> StepLog:
+        """The operations of the step without recomputation in segments."""
+        assert self.known.log is not None
+        return self.known.log
 
     @cached_property
     def _captured(self) -> CapturedCall:
@@ -440,7 +436,7 @@ class Planner:
             key = tuple(plan)
             if key not in self.known.clocked:
                 doing("running the step to time it")
-                region = self._host_seconds.region
+                region = 0.0 if self._launcher.apart else self._launcher.region
                 loss, written = self.step.loss or loss_of, self.known.written
                 self.known.clocked[key] = clock(model, *call, loss, plan, device, region, written)
             return self.known.clocked[key]
@@ -463,18 +459,13 @@ class Planner:
         key = tuple(plan)
         if key in self.known.simulations:
             return self.known.simulations[key]
-        ran: Counter[tuple[str, Op]] = Counter()
-        order: list[Op] = []
+        log = StepLog(segment_paths(self.step.model), plan, ordered=self.step.ranks.fully_sharded)
         weights = _Weights()
 
-        def count(phase: str, operation: Operation) -> None:
-            op = op_of(operation)
-            if phase in ("forward", "loss"):
+        def count(place: Place, operation: Operation) -> None:
+            if place.phase in ("forward", "loss"):
                 weights.see(operation)
-            if op is not None:
-                ran[phase, op] += 1
-                if phase != "optimizer" and self.step.ranks.fully_sharded:
-                    order.append(op)
+            log.see(place, operation)
 
         def prepare(copied: nn.Module) -> Applied:
             weights.are_of(copied)
@@ -489,14 +480,15 @@ class Planner:
             return self.simulated(plan)
         self.known.simulations[key] = found
         if watch is not None:
-            self.known.ran, self.known.order, self.known.written = ran, order, frozenset(weights.written)
+            self.known.log, self.known.written = log, frozenset(weights.written)
         return found
 
     def _calibrated(
         self, simulation: Simulation, options: Sequence[Option], step_seconds: float, known: Costs | None
     ) -> Costs:
         costs = calibrate(simulation.timeline, self.paths, self._kinds, options, self._ways, step_seconds, known)
-        return replace(costs, host=self._host)
+        parts = tuple(part.times(self.step.loop.accumulate) for part in self._parts.parts.values())
+        return replace(costs, host_memory=self._host_memory, host=self._launcher, parts=parts)
 
     # --- the options of each kind of segment, by trials ---
 
@@ -506,21 +498,22 @@ class Planner:
         guessed: dict[str, list[Guess]] = {}
         firsts = {kind: self._kinds.index(kind) for kind in dict.fromkeys(self._kinds)}
         records = self._records(firsts)
+        plains = {kind: self._plain(captured.calls[first]) for kind, first in firsts.items()}
         for kind, found in records.items():
-            path = self.paths[firsts[kind]]
+            path, work = self.paths[firsts[kind]], plains[kind].work(self.price)
             of = path if path in several else kind  # what is called several times has one choice for all its calls
-            carries, segments = partial(self._carries, path), self._kinds.count(kind)
-            mine = guesses(found, self._replayed, TRIED, self._host_seconds, carries, segments)
-            guessed.setdefault(of, []).extend(mine)
+            every = all_guesses(found, self.price, self._launcher, work, partial(self._carries, path))
+            guessed.setdefault(of, []).extend(guesses(every, TRIED, self._kinds.count(kind)))
         best: dict[Any, list[tuple[Choice, ...]]] = {}
         for kind, first in sorted(firsts.items(), key=lambda one: -self._kinds.count(one[0])):
             path, call, found = self.paths[first], captured.calls[first], records.get(kind)
+            plain = plains[kind]
+            work = plain.work(self.price)
+            options = [self._option(plain, (), plain)]
+            if found is None:
+                ways[kind] = Kind(tuple(options), work=work)
+                continue
             with captured.running():
-                plain = attempt(call, [], captured.pretend, frees=self._loop.frees_gradients)
-                options = [self._option(plain, (), plain)]
-                if found is None:
-                    ways[kind] = Kind(tuple(options))
-                    continue
                 own = dict.fromkeys(guess.regions for guess in guessed[path if path in several else kind])
                 # A first layer, whose input needs no grad, tries what was best for the others.
                 ways_of = (path not in several and best.get(captured.likes[kind])) or [*own]
@@ -528,15 +521,15 @@ class Planner:
                     doing(f"trying choices for {path}", number, len(ways_of))
                     if (tried := self._alone(path, call, regions)) is not None:
                         options.append(self._option(tried, regions, plain))
-                graph = replace(found.graph(self._replayed), backward_bytes=plain.at_once_bytes)
+                graph = replace(found.graph(self.price), backward_bytes=plain.at_once_bytes)
                 if self._link is not None:
-                    forward = sum(node.seconds for node in graph.nodes)
+                    forward = self._forward_seconds(graph)
                     moved = [(option.saved_bytes, in_host_memory(option)) for option in undominated(options)[1:]]
                     moved += [(plain.saved_bytes, way) for way in offloads(found)]
                     options += self._offloaded(path, call, moved, plain, forward)
                 if not self.step.ranks.fully_sharded:  # whose layers are gathered one by one
                     options += self._grouped(first, plain, found.kinds)
-            ways[kind] = Kind(tuple(options) if path in several else undominated(options), _ends_in_result(graph))
+            ways[kind] = Kind(tuple(options) if path in several else undominated(options), _ends_in_result(graph), work)
             kept = {option.regions for option in ways[kind].options}
             best.setdefault(captured.likes[kind], [regions for regions in ways_of if regions in kept])
         return {kind: ways[kind] for kind in firsts}
@@ -568,15 +561,18 @@ class Planner:
         """Whether a region around some parts of the segment at a path carries decisions."""
         return decides([joined(path, part) for part in parts], self._routers)
 
-    def _replayed(self, op: Op) -> float:
-        """Seconds of an operation in a replay."""
-        return self.price(op) + self._host_seconds.operation
+    def _plain(self, call: SegmentCall) -> Tried:
+        """A segment without regions."""
+        with self._captured.running():
+            return attempt(call, [], self._captured.pretend, frees=self._loop.frees_gradients)
+
+    def _forward_seconds(self, graph: Graph) -> float:
+        """Seconds of a segment's forward."""
+        operations = sum(node.operations for node in graph.nodes)
+        return self._launcher.seconds(Work(sum(node.seconds for node in graph.nodes), operations))
 
     def _option(self, tried: Tried, regions: tuple[Choice, ...], plain: Tried, span: int = 1) -> Option:
-        host = beside(self.price)
-        if host is not None:
-            return tried.option(regions, plain, self.price, host, span, beside=True)
-        return tried.option(regions, plain, self._replayed, self._host_seconds, span)
+        return tried.option(regions, plain, self.price, self._launcher, span)
 
     def _alone(self, path: str, call: SegmentCall, regions: Sequence[Choice], of: Sequence[str] = ()) -> Tried | None:
         """A trial of regions in the segment at a path, or around several `of` them; None where the engine refuses.
@@ -612,15 +608,16 @@ class Planner:
             graph = own.graph and replace(own.graph, backward_bytes=0)  # an operation in tiles takes less at once
             if tiled:
                 options = (*own.options, *tiled)
-                ways[kind] = Kind(options if self.paths.count(path) > 1 else undominated(options), graph)
+                kept = options if self.paths.count(path) > 1 else undominated(options)
+                ways[kind] = Kind(kept, graph, own.work)
         return ways
 
     def _in_tiles(
         self, path: str, call: SegmentCall, found: SegmentRecord, options: Sequence[Option]
     ) -> Iterator[Option]:
         """The options of one segment with an MLP in tiles: each of the others, with a region of its own for it."""
-        plain = attempt(call, [], self._captured.pretend, frees=self._loop.frees_gradients)
-        forward = sum(node.seconds for node in found.graph(self._replayed).nodes)
+        plain = self._plain(call)
+        forward = self._forward_seconds(found.graph(self.price))
         for mlp in (relative(mlp, path) for mlp in self._tiling.mlps if inside(mlp, path) and mlp != path):
             tile = Choice((mlp,), tiles=self._tiling.tiles)
             ways = (_around(option, mlp) for option in options)
@@ -635,8 +632,8 @@ class Planner:
         """Seconds for which a segment that keeps something in host memory waits for copies."""
         if self._link is None:
             return 0.0
-        step = sum(self.price(op) * count for op, count in plain.ops.items())
-        return waited(tried.host_bytes, self._link, forward, step - forward + here.seconds)
+        step = self._launcher.seconds(plain.work(self.price))
+        return waited(tried.host_bytes, self._link, forward, max(0.0, step - forward) + here.seconds)
 
     def _offloaded(
         self, path: str, call: SegmentCall, ways: Iterable[tuple[int, tuple[Choice, ...]]], plain: Tried, forward: float

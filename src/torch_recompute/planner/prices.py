@@ -7,8 +7,8 @@ scaled by what the measured ones took of theirs, and named in `Measured.timing`.
 
 On a CPU a replay takes more than its operations do alone: the modules' Python, the dispatcher, the hooks of saved
 tensors, a fixed part for each region, and the search for calls that are kept. Where layers are small they prevail,
-and many small regions would look cheap. So what a region adds to 2 and to 18 tiny operations is measured (`Overhead`).
-On a device that is told what to do ahead of time, the host's part is hidden behind that of the device, and not counted.
+and many small regions would look cheap. So what a region adds to 2 and to 18 tiny operations is measured. A device that
+is told what to do by a host has that host's figures; one rule makes seconds of both (`simulation/devices.py`).
 
 Many operations expect more of their inputs than shapes: a workspace that a forward wrote, the seed of a dropout,
 probabilities. Made-up inputs then end the process or break the CUDA context, and no schema says which operations are
@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 
@@ -37,10 +37,10 @@ from .._torch.modes import without_modes
 from ..plan.apply import apply
 from ..plan.choice import Choice
 from ..plan.plan import Plan
-from ..simulation.devices import DEVICES, Roofline, data_sheet_of
+from ..simulation.devices import DEVICES, Host, Roofline, data_sheet_of, typical
 from ..simulation.training_step import TrainingStep
 from ..stores.measured import PriceFile, full_name
-from .ops import Meta, Op, metas
+from .ops import Meta, Op, StepLog, metas
 
 LONGEST = 0.5  # seconds
 TIMES = 3
@@ -90,46 +90,12 @@ def key_of(op: Op) -> str:
     return hashlib.sha256(repr((str(op.func), op.args, op.kwargs)).encode()).hexdigest()[:32]
 
 
-class Overhead(NamedTuple):
-    """Seconds of the host for regions, beside those of the operations in their replays alone.
-
-    Attributes:
-        region: Of each region.
-        operation: Of each operation that it runs again.
-        call: Of each call that it keeps, and of each decision that it carries.
-        watched: Of each operation, in forward and in the replay, among which it looks for such calls.
-    """
-
-    region: float = 0.0
-    operation: float = 0.0
-    call: float = 0.0
-    watched: float = 0.0
-
-    def of(self, regions: int, calls: int, watched: int) -> float:
-        """Seconds of so many regions, calls that are kept, and operations among which these are found."""
-        return self.region * regions + self.call * calls + self.watched * watched
-
-    def __str__(self) -> str:
-        each = f"{1000 * self.region:.2f} ms per region, {1e6 * self.call:.0f} us per kept call"
-        return f", {each} and {1e6 * self.operation:.0f} us per replayed operation" if self.region else ""
+_FIGURES = "replayed", "region", "call", "watched"
 
 
-BESIDE = Overhead(region=2.4e-3, operation=42e-6, call=150e-6, watched=6e-6)
-"""What the host of an H100 was seen to take to launch operations, of transformers' layers, while the device computes.
-
-It is there for devices by their data sheets, which say nothing of a host; a faster one makes small steps faster than
-predicted. `docs/design/023` has the measurements.
-"""
-
-
-def beside(price: object) -> Overhead | None:
-    """Returns what a host takes to launch what a device by its data sheet computes meanwhile; None for other prices."""
-    return BESIDE if isinstance(price, Roofline) and price.kind else None
-
-
-def _overhead(kept: PriceFile) -> Overhead:
-    """Measures what a region takes on this machine's processor, once."""
-    if not {*Overhead._fields} <= kept.seconds.keys():
+def _overhead(kept: PriceFile) -> Host:
+    """Measures what a region takes on this machine's processor, which launches for itself, once."""
+    if not {*_FIGURES} <= kept.seconds.keys():
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
             x = torch.ones(8, requires_grad=True, device=CPU)
             region, again = _added(x, torch.nn.Tanh)
@@ -138,9 +104,10 @@ def _overhead(kept: PriceFile) -> Overhead:
                 call = _added(x, functools.partial(torch.nn.Linear, 8, 8, device=CPU), "@product")[1] - looked
             with without_modes(), torch.no_grad():
                 again -= min(_seconds(x.tanh, 50, CPU))
-        found = region, again, call, looked / 2
-        kept.seconds.update({name: max(value, 1e-9) for name, value in zip(Overhead._fields, found, strict=True)})
-    return Overhead(*(kept.seconds[name] for name in Overhead._fields))
+        found = again, region, call, looked / 2
+        kept.seconds.update({name: max(value, 1e-9) for name, value in zip(_FIGURES, found, strict=True)})
+    replayed, region, call, watched = (kept.seconds[name] for name in _FIGURES)
+    return Host(replayed=replayed, region=region, call=call, watched=watched)
 
 
 def _added(x: torch.Tensor, layer: Callable[[], torch.nn.Module], *keep: str) -> tuple[float, float]:
@@ -162,8 +129,8 @@ class Measured:
     _known: ClassVar[dict[tuple[str, Op], float | None]] = {}
     """Prices that this process has asked for, by what they depend on; None for what cannot be measured."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._full_name = full_name(device)
+    def __init__(self, device: torch.device, host: Host | None = None) -> None:
+        self._full_name, self._host = full_name(device), host or typical()
         self._kept = PriceFile(self._full_name)
         self.name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         self._device = device
@@ -188,12 +155,17 @@ class Measured:
     def timing(self) -> str:
         """The source of its seconds, in words."""
         others = ", ".join(sorted(self._not_run))
-        return f"operations timed one by one on {self.name}{others and f' ({others} estimated)'}"
+        words = f"operations timed one by one on {self.name}{others and f' ({others} estimated)'}"
+        host = self.host
+        if host.apart:
+            return words
+        each = f"{1000 * host.region:.2f} ms per region, {1e6 * host.call:.0f} us per kept call"
+        return f"{words}, {each} and {1e6 * host.replayed:.0f} us per replayed operation"
 
     @property
-    def overhead(self) -> Overhead:
-        """The time of a replay besides its operations."""
-        return _overhead(self._kept) if self._device.type == "cpu" else Overhead()
+    def host(self) -> Host:
+        """What launches its operations: a CPU itself, which takes time for regions besides their operations."""
+        return _overhead(self._kept) if self._device.type == "cpu" else self._host
 
     def keep(self) -> None:
         """Writes what was measured to a file."""
@@ -241,43 +213,24 @@ def prices_for(step: TrainingStep, device: torch.device) -> Roofline | Measured:
     the meta device has sizes that this machine may not be able to run, so its operations are priced by the roofline.
     """
     real = any(parameter.device.type == device.type for parameter in step.model.parameters())
-    return step.where.roofline or (Measured(device) if real else roofline_of(device))
+    sheet = step.where.roofline
+    if sheet is None and real:
+        return Measured(device, step.host)
+    sheet = sheet or roofline_of(device)
+    return replace(sheet, host=step.host) if sheet.kind else sheet
 
 
-def seconds_of(
-    ran: Mapping[tuple[str, Op], int], price: Callable[[Op], float], accumulate: int, regions: int = 0
-) -> tuple[float, float]:
-    """Seconds of the optimizer's step and of a whole step, from how often each operation ran in each phase.
-
-    On a device by its data sheet a step takes no less than its host takes to launch it.
-
-    Args:
-        ran: The counts, in one of the forwards and backwards that are accumulated.
-        price: Gives the seconds of an operation.
-        accumulate: How many there are before the optimizer's step.
-        regions: How many regions are replayed in each of them.
-    """
-    prices = [(phase, price(op) * count) for (phase, op), count in ran.items()]
-    optimizer = sum((seconds for phase, seconds in prices if phase == "optimizer"), 0.0)
-    once = sum(seconds for _, seconds in prices) - optimizer - sum(hidden_copies(ran, price).values())
-    host = beside(price)
-    if host is not None:
-        launched = sum(n for (phase, op), n in ran.items() if phase != "optimizer" and not op.in_host_memory)
-        once = max(once, host.operation * launched + host.of(regions, 0, 0))
-    return optimizer, accumulate * once + optimizer
-
-
-def hidden_copies(ran: Mapping[tuple[str, Op], int], price: Callable[[Op], float]) -> dict[str, float]:
-    """Seconds of an optimizer's copies to host memory and back that backward hides, by purpose; see `seconds_of`.
+def hidden_copies(log: StepLog, price: Callable[[Op], float]) -> dict[str, float]:
+    """Seconds of an optimizer's copies to host memory and back that backward hides, by purpose.
 
     They go beside it, as ZeRO-Offload and torchao send them.
     """
     moved: dict[str, float] = {}
     room = 0.0
-    for (phase, op), count in ran.items():
-        if phase == "backward" and op.moved:
+    for op, count in log.ops("backward").items():
+        if op.moved:
             moved[op.moved] = moved.get(op.moved, 0.0) + price(op) * count
-        elif phase == "backward":
+        else:
             room += price(op) * count
     return hidden_in(room, moved)
 

@@ -22,7 +22,7 @@ from .. import errors
 from ..errors.text import shown, starred, table
 from ..memory.loop import Loop
 from ..plan.plan import MIB, VERSION, Plan, Switched, made, read
-from .cost import NOTHING, Always, Costs, Graph, Host, Kind, Node, Option, Segment, highest_points
+from .cost import NOTHING, Always, Costs, Graph, HostMemory, Kind, Node, Option, Segment, highest_points
 
 
 @shown
@@ -154,7 +154,8 @@ def _option_data(option: Option) -> dict[str, Any]:
     said = {"store": option.store, "nested": option.nested, **({"offload": True} if option.offload else {})}
     tiles = [choice.tiles for choice in option.regions]
     said |= {"tiles": tiles} if any(tiles) else {}
-    return {**data, "regions": regions, **said, "host_bytes": data["host_bytes"]}
+    work = dataclasses.asdict(option.work)
+    return {**data, "regions": regions, **said, "host_bytes": data["host_bytes"], "work": work}
 
 
 _FIGURES = ("how many", "keeps MiB", "least MiB", "backward MiB", "least costs ms", "ways")
@@ -229,7 +230,7 @@ def _merged(profiles: Sequence[Profile]) -> Profile:
         _same("what carries decisions", first.carries, other.carries)
         _same("what is always in tiles", first.always.choices, other.always.choices)
     costs = [profile.costs for profile in profiles]
-    hosts = [one.host for one in costs if one.host is not None]
+    hosts = [one.host_memory for one in costs if one.host_memory is not None]
     limits = [host.bytes for host in hosts if host.bytes is not None]
     merged = Costs(
         {name: _merged_kind([one.kinds[name] for one in costs]) for name in first.costs.kinds},
@@ -237,7 +238,7 @@ def _merged(profiles: Sequence[Profile]) -> Profile:
         highest_points([point for one in costs for point in one.points]),
         median(one.step_seconds for one in costs),
         max(one.turn_bytes for one in costs),
-        Host(min(limits, default=None), median(host.to_host for host in hosts)) if hosts else None,
+        HostMemory(min(limits, default=None), median(host.to_host for host in hosts)) if hosts else None,
     )
     loops = [profile.loop for profile in profiles if profile.loop is not None]
     words = [*dict.fromkeys(profile.timing or profile.device for profile in profiles)]

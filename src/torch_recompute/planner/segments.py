@@ -142,7 +142,7 @@ class _Capture:
         handle = apply(self._copy, Plan())  # which keeps a model from filling a cache in training
         args, kwargs = self._call
         with reached_as_before(step.model), self._captured.running(), uncompiled(step.model), ExitStack() as stack:
-            for path in _segments(self._units, self._copy):
+            for path in _outermost(self._units, self._copy):
                 module = self._copy.get_submodule(path)
                 enter = partial(self._enter, path)
                 stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
@@ -190,7 +190,12 @@ def _autocast(leaves: list[Any]) -> torch.autocast | None:
     return torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind))
 
 
-def _segments(units: Units, model: nn.Module) -> list[str]:
+def segment_paths(model: nn.Module) -> list[str]:
+    """The modules of a model that are segments."""
+    return _outermost(find_units(model), model)
+
+
+def _outermost(units: Units, model: nn.Module) -> list[str]:
     """The modules to plan: the outermost layers, else the largest modules with few products."""
     layers = [unit.path for unit in units.layers]
     if layers:

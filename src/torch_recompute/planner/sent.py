@@ -20,13 +20,13 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
 
 from .. import errors
-from ..simulation.devices import UNKNOWN_NETWORK, Roofline
-from .ops import FROM_HOST, Op
-from .prices import Measured, hidden_in
+from ..simulation.devices import UNKNOWN_NETWORK, Host, Roofline, Work
+from .ops import FROM_HOST, Op, StepLog
+from .prices import Measured, hidden_copies, hidden_in
 
 GATHERED, REDUCED, ADDED_UP = "weights of FSDP", "gradients of FSDP", "gradients over replicas"
 _WORDS = {
@@ -125,6 +125,35 @@ def together(several: Iterable[Sent]) -> list[Sent]:
         sums = old.bytes + one.bytes, old.seconds + one.seconds, old.hidden + one.hidden
         found[one.what, one.link] = Sent(one.what, *sums, one.link)
     return [*found.values()]
+
+
+class StepParts(NamedTuple):
+    """The work of the parts of a forward and a backward, and by purpose the seconds of what is sent meanwhile."""
+
+    parts: Mapping[str, Work]  # by segment; "" for what is in none
+    hidden: Mapping[str, float]
+
+    def seconds(self, host: Host) -> float:
+        """The seconds of all parts; see `simulation/devices.py`."""
+        return sum(map(host.seconds, self.parts.values()))
+
+
+def parts_of(log: StepLog, price: Price, *, plain: bool = False) -> StepParts:
+    """Returns the parts of a forward and a backward that have been counted; `plain` without their replays."""
+    parts = log.parts(price, plain=plain)
+    rest = parts[""]
+    if log.order:
+        whole, hidden = overlapped((ran.op for ran in log.order if not (plain and ran.phase == "replay")), price)
+        device = whole - sum(part.device for segment, part in parts.items() if segment)
+    else:
+        hidden = hidden_copies(log, price)
+        device = rest.device - sum(hidden.values())
+    return StepParts({**parts, "": replace(rest, device=max(0.0, device))}, hidden)
+
+
+def update_seconds(log: StepLog, price: Price) -> float:
+    """Returns the seconds of an optimizer's step that has been counted."""
+    return sum(price(op) * count for op, count in log.ops("optimizer").items())
 
 
 def overlapped(ran: Iterable[Op], price: Price) -> tuple[float, dict[str, float]]:

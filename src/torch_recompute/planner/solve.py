@@ -409,12 +409,12 @@ def _hosted(costs: Costs) -> Iterator[Costs]:
     to the first that it has room for if each takes up to so many bytes: one problem for each size of an option.
     """
     sizes = sorted({option.host_bytes for option in _options(costs)} - {0})
-    if costs.host is None or costs.host.bytes is None or not sizes:
+    if costs.host_memory is None or costs.host_memory.bytes is None or not sizes:
         yield costs
         return
     seen: set[tuple[str, ...]] = set()
     for size in sizes:
-        room, kinds, segments = costs.host.bytes, dict[str, Kind](), list[Segment]()
+        room, kinds, segments = costs.host_memory.bytes, dict[str, Kind](), list[Segment]()
         for segment in costs.segments:
             options = costs.kinds[segment.kind].options
             wanted = max((option.host_bytes for option in options if option.host_bytes <= size), default=0)

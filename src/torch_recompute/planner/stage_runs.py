@@ -45,7 +45,7 @@ from ..simulation.recording import SHARDING, Recording
 from ..simulation.step import held_by_libraries, step_as_there, where_it_runs
 from ..simulation.training_step import TrainingStep, loss_of
 from .hosts import HostApart
-from .ops import Op, logging, op_of
+from .ops import Op, StepLog, logging, op_of
 from .rank_memory import StageBytes
 from .schedules import BACKWARD, FORWARD, INPUTS, REDUCE, WEIGHTS
 from .states import trained
@@ -65,16 +65,19 @@ class StageRun:
     bytes: StageBytes
     timeline: tuple[Moment, ...]
     """The second microbatch's, without what was alive before it, up to the gradients of the stage's inputs."""
-    ran: Counter[Op]  # of one microbatch
+    log: StepLog  # the operations of one microbatch
     parameters: tuple[str, ...]  # those that it reads
-    replayed: Counter[Op] = field(default_factory=Counter[Op])  # of these, what ran again
     uses: Mapping[str, Mapping[str, int]] = field(default_factory=dict[str, dict[str, int]])
     """Of what the second microbatch takes where an action of each kind takes the most, the bytes that it does not keep,
     by what they are for."""
     peaks: Mapping[str, ActionPeak] = field(default_factory=dict[str, ActionPeak])  # of these actions, when that is
-    order: tuple[Op, ...] = ()  # of one microbatch, where ranks that share weights send beside it
     more: Mapping[str, Counter[Op]] = field(default_factory=dict[str, Counter[Op]])
-    """What these send besides: in a forward by the kind of the action before it, and in the reduction."""
+    """What is sent besides, of shared weights: in a forward by the kind of the action before it; in the reduction."""
+
+    @property
+    def ran(self) -> Counter[Op]:
+        """How often each operation ran."""
+        return self.log.ops()
 
 
 @dataclass
@@ -139,7 +142,7 @@ class StageRunner:
         self.call, self._ranks = faker.arguments(*step.call), step.ranks
         self.loss, self.stages, self.release = faker.loss(step.loss or loss_of)[0], stages, release
         self.modules = ModuleStack({id(module): path for path, module in self.model.named_modules()})
-        self.pretend = FakeMode(fakes, lambda: self.modules.now()[1], step.where.target, step.host)
+        self.pretend = FakeMode(fakes, lambda: self.modules.now()[1], step.where.target, step.host_memory)
         with self.pretend:
             share_context(self.model, self._ranks)
             share_experts(self.model, self._ranks)
@@ -147,7 +150,7 @@ class StageRunner:
         self.held = held_by_libraries(self.pretend, self.device)
         self.left = set[str]() if release or self.sharded else self._left_by(step.optimizer)
         self._reads: tuple[set[int], set[int]] = set(), set()  # of the root's weights, before and after the layers
-        self.layers = [_Layer(self.model.get_submodule(path)) for path in paths]
+        self.paths, self.layers = paths, [_Layer(self.model.get_submodule(path)) for path in paths]
         with self._running(), contextlib.ExitStack() as stack:  # the first run
             stack.enter_context(logging(self._first_ran))
             for layer in self.layers:
@@ -238,10 +241,10 @@ class StageRunner:
             handle = apply(self.model, plan, stores={"host": host} if any(choice.store for choice in plan) else {})
             try:
                 if self.sharded is None:
-                    return _Microbatches(self, stage, halves, host).result()
+                    return _Microbatches(self, stage, plan, halves, host).result()
                 layers = [layer.module for layer in self.layers[slice(*self.stages[stage])]]
                 self.sharded.run(layers, self._weights_of_root(stage))
-                return _ShardedMicrobatches(self, stage, self.sharded, host).result()
+                return _ShardedMicrobatches(self, stage, plan, self.sharded, host).result()
             finally:
                 handle.remove()
 
@@ -309,15 +312,14 @@ class _StageRecording(Recording):
 class _Microbatches:
     """The two microbatches of one stage, whose backwards may come in halves."""
 
-    def __init__(self, runner: StageRunner, stage: int, halves: bool, host: HostApart) -> None:
+    def __init__(self, runner: StageRunner, stage: int, plan: Plan, halves: bool, host: HostApart) -> None:
         self._of, self._halves, self._host = runner, halves, host
         self._start, self._stop = runner.stages[stage]
         modules = [layer.module for layer in runner.layers[self._start : self._stop]]
         self._own_tensors = {id(x) for module in modules for x in (*module.parameters(), *module.buffers())}
         self._is_first, self._is_last = stage == 0, stage == len(runner.stages) - 1
         self._read: set[int] = set()
-        self._ran: Counter[Op] = Counter()
-        self._replayed: Counter[Op] = Counter()
+        self._log = StepLog(runner.paths, plan, ordered=runner.sharded is not None)
         self._uses: dict[str, dict[str, int]] = {}
         self._began = 0  # the event before the microbatch
         self._recording = runner.recording(self._seen)
@@ -329,12 +331,9 @@ class _Microbatches:
         self._own: dict[tuple[str, bool], int] = {}
         self._end = self._returned_bytes = 0
 
-    def _seen(self, phase: str, ran: Operation) -> None:
+    def _seen(self, place: Place, ran: Operation) -> None:
         self._read.update(id(storage) for _, storage in ran.given)
-        op = op_of(ran)
-        if op is not None:
-            self._ran[op] += 1
-            self._replayed[op] += phase == "replay"
+        self._log.see(place, ran)
 
     @property
     def _live(self) -> int:
@@ -377,7 +376,7 @@ class _Microbatches:
             left_bytes=of.gradient_bytes(tensor for name, tensor in mine.items() if name in of.left),
         )
         names = tuple(name for name, tensor in mine.items() if isinstance(tensor, nn.Parameter))
-        return StageRun(figures, timeline, self._ran, names, +self._replayed, self._uses, self._peaks)
+        return StageRun(figures, timeline, self._log, names, self._uses, self._peaks)
 
     def _run(self) -> tuple[int, int, tuple[int, int, int]]:
         """Runs the microbatches; returns what is alive before the last, where it begins, and what it keeps."""
@@ -389,8 +388,7 @@ class _Microbatches:
         self._recording.counting = False
         self._microbatch(again=False)
         before, start = self._live, len(self._timeline)
-        self._ran.clear()
-        self._replayed.clear()
+        self._log.clear()
         return before, start, self._microbatch(again=True)
 
     def _mine(self) -> dict[str, torch.Tensor]:
@@ -591,19 +589,14 @@ class _ShardedMicrobatches(_Microbatches):
     each in turn.
     """
 
-    def __init__(self, runner: StageRunner, stage: int, sharded: ShardedStages, host: HostApart) -> None:
-        super().__init__(runner, stage, False, host)
+    def __init__(self, runner: StageRunner, stage: int, plan: Plan, sharded: ShardedStages, host: HostApart) -> None:
+        super().__init__(runner, stage, plan, False, host)
         self._sharded = sharded
-        self._order: list[Op] = []
         self._more: dict[str, Counter[Op]] = {}
         self._after: dict[tuple[str, bool, str], int] = {}
         self._gathered: dict[str, int] = {}
         self._entry = next((unit for unit in sharded.units if unit.module is runner.layers[self._start].module), None)
         self._exit = next((unit for unit in sharded.units if unit.module is runner.layers[self._stop - 1].module), None)
-
-    def _seen(self, phase: str, ran: Operation) -> None:
-        super()._seen(phase, ran)
-        self._order += filter(None, [op_of(ran)])
 
     def _mine(self) -> dict[str, torch.Tensor]:
         of, paths = self._of, {id(module): path for path, module in self._of.model.named_modules()}
@@ -614,36 +607,36 @@ class _ShardedMicrobatches(_Microbatches):
         found = super().result()
         bytes_ = replace(found.bytes, gradient_bytes=self._whole_gradients, reduced_bytes=self._reduced)
         bytes_ = replace(bytes_, after=self._after, gathered=self._gathered)
-        return replace(found, bytes=bytes_, order=tuple(self._order), more=self._more)
+        return replace(found, bytes=bytes_, more=self._more)
 
     def _run(self) -> tuple[int, int, tuple[int, int, int]]:
         of, flying, last, whole, through, before, start = self._of, list[_Flight](), "", 0, 0, 0, 0
         for kind in (FORWARD, FORWARD, BACKWARD, BACKWARD, FORWARD, BACKWARD):
             if kind == FORWARD:
                 before, start, self._began = self._live, len(self._timeline), self._recording.events
-                self._ran.clear()
-                self._replayed.clear()
-                self._order.clear()
+                self._log.clear()
                 flying.append(self._flight(last))
                 whole = flying[-1].whole
-                self._more.setdefault(last, Counter(op for op in self._order if op.sent_bytes is not None))
+                self._more.setdefault(last, self._collectives())
             else:
                 through = self._end_of(flying.pop(0), last)
             self._gathered[kind] = of.bytes_of(self._sharded.held)
             last = kind
         self._whole_gradients, level, first = of.bytes_of(self._sharded.gradients), self._live, len(self._timeline)
-        ran, order, replayed = self._ran.copy(), list(self._order), self._replayed.copy()
+        log, self._log = self._log, StepLog((), Plan(), ordered=True)
         self._recording.counting, of.modules.step = True, "backward"
-        self._order.clear()
         self._sharded.reduce()
         self._recording.counting = False
-        self._more[REDUCE] = Counter(op for op in self._order if op.sent_bytes is not None)
-        self._ran, self._order, self._replayed = ran, order, replayed
+        self._more[REDUCE], self._log = self._collectives(), log
         self._reduced = of.bytes_of(self._sharded.gradients)
         most = self._most(first, level)
         self._own |= {(REDUCE, had): most for had in (False, True)}
         self._uses[REDUCE] = {SHARDING: most}
         return before, start, (whole, 0, through)
+
+    def _collectives(self) -> Counter[Op]:
+        """Those that have been counted."""
+        return Counter(ran.op for ran in self._log.order if ran.op.sent_bytes is not None)
 
     def _flight(self, last: str) -> _Flight:
         """A forward after an action of some kind."""

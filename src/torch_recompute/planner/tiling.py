@@ -28,6 +28,7 @@ from torch.nn import functional as F
 from .. import errors
 from ..errors.text import counted, doing
 from ..memory import Block
+from ..memory.ledger import Place
 from ..memory.operations import Operation
 from ..plan.apply import Applied, apply
 from ..plan.choice import Choice, joined
@@ -178,8 +179,8 @@ def _seen(step: TrainingStep, plan: Plan, head: Choice | None, mlps: Sequence[st
             module.register_forward_hook(lambda *_: running.clear())
         handles.append(apply(copy, tiled, stores=stores_for(tiled, step)))
 
-    def see(phase: str, operation: Operation) -> None:
-        op = op_of(operation) if running and phase == "forward" else None
+    def see(place: Place, operation: Operation) -> None:
+        op = op_of(operation) if running and place.phase == "forward" else None
         if op is not None and not acts_on_tokens(op):
             mixing.setdefault(running[0], str(op.func))
 

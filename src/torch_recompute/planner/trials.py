@@ -29,14 +29,14 @@ from ..plan.apply import apply
 from ..plan.libraries import CacheSnapshot
 from ..plan.plan import Choice, Plan
 from ..simulation.copies import reached_as_before
+from ..simulation.devices import Host, Work
 from ..simulation.fake_mode import FakeMode
 from ..simulation.made_up import floats
 from ..simulation.recording import SimulatedMeasurement
 from ..state.observer import observing, running
 from .cost import Option
 from .hosts import HostApart
-from .ops import Op, op_of
-from .prices import Overhead
+from .ops import Op, is_kept, op_of
 
 
 @dataclass(frozen=True)
@@ -97,15 +97,13 @@ class Tried:
         }
         return Tried(ops=Counter({op: at(self.ops[op], more.ops[op]) for op in more.ops}), **figures)
 
+    def work(self, price: Callable[[Op], float]) -> Work:
+        """What a segment without regions gives device and host to do."""
+        launched = sum(count for op, count in self.ops.items() if not op.in_host_memory)
+        return Work(sum(price(op) * count for op, count in self.ops.items()), launched)
+
     def option(
-        self,
-        regions: tuple[Choice, ...],
-        plain: Tried,
-        price: Callable[[Op], float],
-        host: Overhead,
-        span: int = 1,
-        *,
-        beside: bool = False,
+        self, regions: tuple[Choice, ...], plain: Tried, price: Callable[[Op], float], host: Host, span: int = 1
     ) -> Option:
         """The option that was tried; its seconds and FLOPs are those beyond `span` plain segments.
 
@@ -113,24 +111,17 @@ class Tried:
             regions: Its regions.
             plain: The segment without any.
             price: Gives the seconds of an operation.
-            host: What regions take of the host.
+            host: What launches operations.
             span: How many segments it is of.
-            beside: Whether the host launches what a device computes meanwhile, so that the slower of the two counts.
         """
-        counts = {op: self.ops[op] - span * plain.ops[op] for op in (*self.ops, *plain.ops)}
+        counts = Counter({op: self.ops[op] - span * plain.ops[op] for op in (*self.ops, *plain.ops)})
+        again, without = Tried(0, 0, 0, counts).work(price), plain.work(price).times(span)
         called = sum(1 + span * region.nested for region in regions)
-        seconds = max(0.0, sum(price(op) * count for op, count in counts.items()))
-        added = host.of(called, self.calls, self.watched)
-        if beside:
-            device = span * sum(price(op) * count for op, count in plain.ops.items())
-            launches = host.operation * span * sum(plain.ops.values())
-            added += host.operation * max(0, sum(counts.values()))
-            seconds = max(device + seconds, launches + added) - max(device, launches)
-        else:
-            seconds += added
-        flops = max(0, sum(op.flops * count for op, count in counts.items()))  # layers may leave themselves out
+        device, replayed = max(0.0, again.device), max(0, again.launched)  # layers may leave themselves out
+        work = Work(device, 0, replayed, called, self.calls, self.watched)
+        flops = max(0, sum(op.flops * count for op, count in counts.items()))
         levels = self.saved_bytes, self.forward_bytes, self.backward_bytes
-        return Option(regions, *levels, seconds, flops, span, self.host_bytes)
+        return Option(regions, *levels, host.added(without, work), flops, span, self.host_bytes, work)
 
 
 class _Source(torch.autograd.Function):
@@ -213,9 +204,9 @@ class _Watch:
         op = op_of(operation)
         if op is not None and not self.own:
             self.ran[op] += 1
-        if self._keeps and (inside := running()):
+        if op is not None and self._keeps and running():
             self.watched += 1
-            self.calls += op is not None and inside[-1].kind in ("saved call", "choice")
+            self.calls += is_kept()
 
 
 def _run(call: SegmentCall, holder: nn.Module, pretend: FakeMode, host: HostApart, keeps: bool) -> Tried:

@@ -1,15 +1,28 @@
-"""Devices by their makers' data sheets, and the device that a step of a model runs on.
+"""Devices by their makers' data sheets, the hosts that launch their operations, and the device that a step runs on.
 
 A roofline says that an operation takes the longer of two times, that of its FLOPs and that of the bytes it moves, and a
 launch besides; a collective that of the bytes that a ring sends and receives over the links. The figures of `DEVICES`
 are those of the makers' data sheets (dense, without sparsity), less a share that well-written kernels do not reach.
+
+A device runs what its host launches, so a step has a cost on both sides (`Work`), and `Host.seconds` is the one rule
+that makes seconds of it, for guesses, options, bounds, plans and stated configurations alike:
+
+    a part of a step takes      max(seconds of its operations on the device, seconds in which the host launches them)
+    a step takes                the sum over its parts, and the optimizer's step
+
+A part is one segment (a layer) with its forward, its backward and its replays, or all that is in no segment. An option
+of a segment costs what it adds to its part. So costs add up over segments, as solver and bound need it.
+
+Approximated: a host that is ahead of its device in one part is not ahead any more when the next one begins, so a step
+whose parts differ is predicted too long, by at most what the device waits for in the others. The optimizer's step is
+that of the device alone. A CPU launches for itself: there the two sides are added, not compared.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -28,6 +41,95 @@ UNKNOWN_NETWORK = "network of unknown speed"
 
 
 @dataclass(frozen=True)
+class Work:
+    """What a part of a step gives a device and its host to do.
+
+    Attributes:
+        device: Seconds of its operations on the device.
+        launched: Operations of its forward and its backward.
+        replayed: Operations that are run again.
+        regions: Regions; of one around several segments each has its share.
+        calls: Operations of calls that regions keep, and decisions that they carry.
+        watched: Operations, in forward and in replays, of regions that look for such calls among them.
+    """
+
+    device: float = 0.0
+    launched: float = 0
+    replayed: float = 0
+    regions: float = 0
+    calls: float = 0
+    watched: float = 0
+
+    def plus(self, other: Work, times: float = 1) -> Work:
+        """This and so many times another."""
+        return Work(*(getattr(self, f.name) + times * getattr(other, f.name) for f in fields(Work)))
+
+    def times(self, count: float) -> Work:
+        """So much of this."""
+        return NO_WORK.plus(self, count)
+
+
+NO_WORK = Work()
+
+
+@dataclass(frozen=True)
+class Host:
+    """A process that tells a device what to do, as the seconds that it takes for that.
+
+    Attributes:
+        name: As users name it, or the file that it was read from; "" for a device that launches for itself.
+        operation: Of an operation of forward or backward: Python, dispatch, autograd, and the launch.
+        replayed: Of an operation that a region runs again, with what the engine does for it in forward and backward.
+        region: Of each region.
+        call: Of an operation in a call that a region keeps, and of a decision that it carries.
+        watched: Of an operation, in forward or in a replay, among which a region looks for such calls.
+        apart: Whether the device computes meanwhile; a CPU does not.
+    """
+
+    name: str = ""
+    operation: float = 0.0
+    replayed: float = 0.0
+    region: float = 0.0
+    call: float = 0.0
+    watched: float = 0.0
+    apart: bool = False
+
+    def launches(self, work: Work) -> float:
+        """Its own seconds of some work."""
+        plain = self.operation * work.launched + self.replayed * work.replayed
+        return plain + self.region * work.regions + self.call * work.calls + self.watched * work.watched
+
+    def seconds(self, work: Work) -> float:
+        """The seconds of a part of a step; see the module's docstring."""
+        own = self.launches(work)
+        return max(work.device, own) if self.apart else work.device + own
+
+    def added(self, plain: Work, more: Work) -> float:
+        """The seconds that more work adds to a part of a step."""
+        return self.seconds(plain.plus(more)) - self.seconds(plain)
+
+    def waited(self, work: Work) -> float:
+        """The seconds of a part of a step in which the device waits for its host."""
+        return self.seconds(work) - work.device if self.apart else 0.0
+
+    def __str__(self) -> str:
+        each = [(self.operation, "operation"), (self.replayed, "replayed operation"), (self.region, "region")]
+        return f"{self.name} ({', '.join(f'{1e6 * seconds:.0f} us per {word}' for seconds, word in each)})"
+
+
+ITSELF = Host()
+"""The host of a device that launches for itself in no time."""
+SLOW = Host("slow", operation=42e-6, replayed=42e-6, region=2.4e-3, call=150e-6, watched=6e-6, apart=True)
+"""The host of an H100 on 26 Nov 2026, layers of transformers on tiny tensors: `docs/design/023`. Others are faster."""
+HOSTS = {host.name: host for host in (SLOW,)}
+
+
+def typical() -> Host:
+    """The host of a device by name where none is named."""
+    return HOSTS["slow"]
+
+
+@dataclass(frozen=True)
 class Roofline:
     """A device as two speeds."""
 
@@ -38,11 +140,12 @@ class Roofline:
     link: float | None = None  # bytes per second to the next device of its group; None for as many as its memory
     kind: str = ""  # the type of device, as PyTorch calls it
     tf32: float | None = None  # FLOPs per second of products in 32 bits with TF32; None where it makes no difference
-    host: float | None = None  # bytes per second to host memory and back
+    host_link: float | None = None  # bytes per second to host memory and back
     capability: tuple[int, int] | None = None  # of a CUDA device, which decides on its kernels
     network: float | None = None  # bytes per second to devices of other nodes; None where that is not known
     node: int = 8  # devices of a node
     memory: int | None = None  # bytes that PyTorch finds; None where it has the memory of the host
+    host: Host = ITSELF  # launches its operations
 
     @property
     def target(self) -> str:
@@ -54,7 +157,7 @@ class Roofline:
         if op.sent_bytes is not None:
             return op.sent_bytes / self.link_over(op.group.span)[1] + self.launch
         if op.in_host_memory:  # what is computed there is the host's
-            return op.results[0].bytes / (self.host or self.bytes_per_second) if op.moved else 0.0
+            return op.results[0].bytes / (self.host_link or self.bytes_per_second) if op.moved else 0.0
         return max(op.all_flops / self._speed(op), op.bytes / self.bytes_per_second) + self.launch
 
     def link_over(self, ranks: int) -> tuple[str, float]:

@@ -21,7 +21,7 @@ from ..memory.operations import PHASES, ModuleStack, Operation, Seen, Storages
 from ..state.observer import observing
 from .fake_mode import FakeMode
 
-Watch = Callable[[str, Operation], object]
+Watch = Callable[[Place, Operation], object]
 SHARDING = "fully_shard"
 """The last word of the paths of modules to which buffers of FSDP belong."""
 MATTERS = 0.005
@@ -137,7 +137,7 @@ class Recording(SimulatedMeasurement):
             self._mark_new(ran.given)
         super()._book(ran)
         if self._watched is not None:
-            self._watched(phase, ran)
+            self._watched(place, ran)
         self.flops[phase] += count
 
     def _uncounted(self, ran: Operation, why: str) -> None:

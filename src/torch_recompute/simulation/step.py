@@ -172,7 +172,7 @@ def simulate_step(
     Args:
         step: The step.
         prepare: Called with the copy before the step.
-        watch: Called with the phase of each operation of the step, and with the operation.
+        watch: Called with the place of each operation of the step, and with the operation.
         rounding: See `simulate`.
 
     Raises:
@@ -305,7 +305,7 @@ class _SimulatedStep:
         for parameter in self._model.parameters():
             parameter.grad = None
         modules = self._modules = ModuleStack({id(module): path for path, module in self._model.named_modules()})
-        self._pretend = FakeMode(fakes, lambda: modules.now()[1], step.where.target, step.host)
+        self._pretend = FakeMode(fakes, lambda: modules.now()[1], step.where.target, step.host_memory)
         with self._pretend:
             share_context(self._model, step.ranks)
             share_experts(self._model, step.ranks)

@@ -27,7 +27,7 @@ from ..memory.free import CONTEXT, free_bytes, held_bytes, memory_of, reserve
 from ..memory.loop import COMMON, Loop
 from ..memory.measurement import weights_of
 from ..plan.ranks import Ranks
-from .devices import Device, Where, where
+from .devices import Device, Host, Where, typical, where
 
 Loss = Callable[[Any], torch.Tensor] | None
 ALONE = Ranks()
@@ -48,6 +48,7 @@ class TrainingStep:
         device: Where it is to run, as users name it.
         loop: The training loop around it.
         ranks: The ranks that train together; the model is what one of them computes, with whole weights.
+        host: What launches the operations of its device, where that is no CPU.
     """
 
     model: nn.Module
@@ -58,6 +59,7 @@ class TrainingStep:
     device: Device = None
     loop: Loop = COMMON
     ranks: Ranks = ALONE
+    host: Host = field(default_factory=typical)
 
     @staticmethod
     def of(
@@ -90,7 +92,7 @@ class TrainingStep:
         return where(self.device, self.model)
 
     @property
-    def host(self) -> torch.device:
+    def host_memory(self) -> torch.device:
         """The device of simulated tensors in host memory: one apart where the step's own stand in on the CPU."""
         return APART if self.where.roofline is not None and self.runs_on.type == "cpu" else CPU
 
