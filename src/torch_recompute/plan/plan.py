@@ -70,7 +70,7 @@ WORDS: Mapping[str, str] = {
     "*": "numbers in which the paths of a row differ",
     NOT_RECOMPUTED: "as without a plan: the budget does not ask for its bytes",
     "recomputed together": "so many layers in a row are one region: only the input of the first is kept",
-    "then each again": "in the replay of these layers each is a region again, so that one at a time is whole",
+    "then each again": "the layers are dropped together and rebuilt one by one, for one more forward of all but one",
     "in tiles:": "what is computed for some tokens at a time, so that what is wide inside never exists for all; each "
     "gradient is a sum in another order",
     OFFLOADED: "not recomputed: what the layers, or the parts of them that are named, save for backward waits there",
