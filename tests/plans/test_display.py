@@ -28,7 +28,7 @@ from torch_recompute import (
     simulate,
     verify,
 )
-from torch_recompute.errors.text import shown, table
+from torch_recompute.errors.text import counted, shown, table
 from torch_recompute.plan.units import find_units
 
 LAYERS = 12
@@ -190,3 +190,12 @@ def test_a_long_line_is_cut() -> None:
     result = Printed([])
     result.__class__ = type("Long", (Printed,), {"__str__": lambda self: "x" * 10_000})
     assert len(repr(result)) < 400
+
+
+@pytest.mark.parametrize(
+    ("number", "thing", "said"),
+    [(1, "region", "1 region"), (3, "region", "3 regions"), (1, "batch", "1 batch"), (128, "batch", "128 batches")],
+)
+def test_a_number_of_things(number: int, thing: str, said: str) -> None:
+    """More than one of a thing is its plural."""
+    assert counted(number, thing) == said

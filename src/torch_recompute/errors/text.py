@@ -135,7 +135,7 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 
 def counted(number: int, thing: str) -> str:
     """A number of things, as `1 region` or `3 regions`."""
-    return f"{number} {thing}{'' if number == 1 else 's'}"
+    return f"{number} {thing}{'' if number == 1 else 'es' if thing.endswith('ch') else 's'}"
 
 
 def listed(words: Sequence[str]) -> str:
