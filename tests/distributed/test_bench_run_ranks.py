@@ -8,7 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from distributed.ranks import free_port
+
+pytestmark = pytest.mark.nightly
 
 MODEL = """
 import os, signal, torch

@@ -21,6 +21,8 @@ from torch_recompute.memory.loop import Loop
 from torch_recompute.simulation.step import simulate_step
 from torch_recompute.simulation.training_step import TrainingStep
 
+pytestmark = pytest.mark.nightly
+
 WIDTH, HEADS, TOKENS, DEPTH, BATCH = 32, 4, 24, 3, 2
 aten: Any = torch.ops.aten
 PLANS = {

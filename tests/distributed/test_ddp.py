@@ -37,6 +37,7 @@ from torch_recompute.errors import size
 from torch_recompute.simulation.step import simulate_step
 from torch_recompute.simulation.training_step import TrainingStep
 
+nightly = pytest.mark.nightly
 WORLD = 2
 WIDTH = 8
 
@@ -229,8 +230,17 @@ for cell in ((unused, "find_unused_parameters"), (unused_by_turns, "find_unused_
     del REFUSED[cell]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+FAST = ((each_once, "default"), (nested, "static_graph"), (unused, "find_unused_parameters"), (unused, "default"))
+
+
+@pytest.mark.parametrize(
+    ("program", "mode"),
+    [
+        pytest.param(program, mode, id=f"{program.__name__}-{mode}", marks=[] if (program, mode) in FAST else [nightly])
+        for program in PROGRAMS
+        for mode in MODES
+    ],
+)
 def test_the_matrix(ranks, program, mode):
     """DDP with regions gives plain DDP's gradients to the last bit, those of one process, and plain DDP's errors."""
     expected = REFUSED.get((program, mode))
@@ -238,6 +248,7 @@ def test_the_matrix(ranks, program, mode):
         assert said is None if expected is None else said.startswith(expected)
 
 
+@nightly
 @pytest.mark.parametrize("program", [unused, unused_by_turns], ids=lambda program: program.__name__)
 def test_unused_parameters_reduced_by_hand(ranks, program):
     """Where DDP does not allow unused parameters, steps under no_sync that are reduced by hand do."""
@@ -256,6 +267,7 @@ def first_step_under_no_sync():
     return said
 
 
+@nightly
 def test_a_static_graph_that_begins_under_no_sync(ranks):
     """PyTorch's DDP fails an assertion where a static graph's first backward is under no_sync; so it does with us."""
     for without, ours in ranks.run(first_step_under_no_sync):
@@ -532,7 +544,7 @@ def planned_everywhere(budgets, folder):
     return handle.plan.digest(), make_plan(model, x, **step).digest()
 
 
-@pytest.mark.parametrize("budgets", [(0.9, 0.2), "stages"])
+@pytest.mark.parametrize("budgets", [(0.9, 0.2), pytest.param("stages", marks=nightly)])
 def test_auto_gives_ranks_one_plan(ranks, budgets, tmp_path):
     """Ranks with the same parameters use the plan with the lowest peak; stages of a pipeline have one each."""
     (first, alone), (second, other) = ranks.run(planned_everywhere, budgets, tmp_path)
@@ -564,7 +576,9 @@ def test_ranks_plan_again_together(ranks, tmp_path):
     assert first[2]
 
 
-@pytest.mark.parametrize(("budget", "words"), [("1KiB", "1KiB"), ("raises", "no labels here")])
+@pytest.mark.parametrize(
+    ("budget", "words"), [pytest.param("1KiB", "1KiB", marks=nightly), ("raises", "no labels here")]
+)
 def test_auto_fails_on_all_ranks_or_none(ranks, tmp_path, budget, words):
     """Where one rank finds no plan, or the model's code raises there, every rank says so, with its words."""
     for text, _ in ranks.run(planned_everywhere, (0.5, budget), tmp_path):

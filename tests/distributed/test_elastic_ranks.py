@@ -28,6 +28,8 @@ from support.limited import limited, missing
 from torch_recompute import ArgumentError, Elastic, doing_recompute, no_recompute, recompute, replay
 from torch_recompute.distributed import keep_collectives
 
+pytestmark = pytest.mark.nightly
+
 LIMIT = 1_000_000
 STEPS = 6
 

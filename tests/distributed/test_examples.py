@@ -25,6 +25,8 @@ import torch.distributed as dist
 
 from distributed.ranks import free_port
 
+pytestmark = pytest.mark.nightly
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples" / "distributed"
 ROW = re.compile(r"^(plain|regions) +loss ([\d. ]+?) +peak ([\d.]+) MiB per rank$", re.MULTILINE)

@@ -25,6 +25,8 @@ from torch_recompute.planner.tensor_parallel import add_collectives
 from torch_recompute.simulation.step import simulate_step
 from torch_recompute.simulation.training_step import TrainingStep
 
+pytestmark = pytest.mark.nightly
+
 WIDTH, INNER, EXPERTS, CHOSEN, TOKENS, DEPTH = 16, 24, 8, 2, 64, 3
 PLANS = {"plain": Plan(), "regions": Plan(tuple(Choice((f"{i}",)) for i in range(DEPTH)))}
 SKEWED = 1.5

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -20,6 +21,8 @@ from distributed.pipelines import WIDTH, Layer, Stage, whole_layers
 from laws.watch import Bytes
 from torch_recompute import ArgumentError, Choice, Plan, apply, is_recomputing
 from torch_recompute.distributed import agree_on
+
+pytestmark = pytest.mark.nightly
 
 RANKS = 4
 

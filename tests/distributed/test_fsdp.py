@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from support.models import Residual
 from torch_recompute import ArgumentError, Choice, Plan, RecomputeConfig, apply, measure, recompute
 
+nightly = pytest.mark.nightly
 WORLD, WIDTH, DEPTH, TOKENS = 2, 16, 3, 64
 
 
@@ -181,7 +182,7 @@ def single():
     return [p.grad for p in model.parameters()]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [pytest.param(one, marks=[nightly] * (one != "default")) for one in POLICIES])
 def test_every_way_under_every_policy(ranks, policy):
     """Gradients are plain FSDP's to the last bit and one process's, no gather is added, and the peak is lower."""
     for results in ranks.run(in_all_ways, policy):
@@ -206,6 +207,7 @@ def programs():
     ]
 
 
+@nightly
 def test_regions_that_are_not_sharding_units(ranks):
     """Regions that reach beyond a sharded layer, hold several, nest or share one give the gradients of plain FSDP."""
     for cells in ranks.run(programs):
@@ -225,6 +227,7 @@ def accumulated():
     return results
 
 
+@nightly
 def test_accumulation(ranks):
     """Accumulating without reducing, and then reducing, gives the gradients of plain FSDP."""
     for wanted, *others in ranks.run(accumulated):
@@ -258,6 +261,7 @@ def compiled():
     return results
 
 
+@nightly
 def test_recompute_then_compile_then_shard(ranks):
     """A plan, then compiled layers, then sharding: one process's gradients, and less saved than in eager."""
     for (plain, _), (ours, grads) in ranks.run(compiled):
@@ -283,6 +287,7 @@ def pairs(together):
     return results
 
 
+@nightly
 def test_layers_recomputed_together_are_sharded_together(ranks):
     """Layers of one group may be one sharding unit; sharded one by one they are refused, with what to write."""
     for (gathers, peak, wanted), (ours, our_peak, grads) in ranks.run(pairs, True):
@@ -340,6 +345,7 @@ def mixed(name):
     return found
 
 
+@nightly
 @pytest.mark.parametrize("name", MIXED)
 def test_the_replay_has_the_dtypes_of_the_forward(ranks, name):
     """Under FSDP2's mixed precision a replay's tensors have the forward's dtypes, and gradients are the plain ones."""
@@ -374,6 +380,7 @@ def first_generation(strategy, original):
     return {way: trained(wrapped(way, strategy, original)) for way in WAYS}
 
 
+@nightly
 @pytest.mark.parametrize(
     ("strategy", "original"), [("FULL_SHARD", True), ("FULL_SHARD", False), ("SHARD_GRAD_OP", True)]
 )
@@ -413,6 +420,7 @@ def pairs_wrapped(strategy, when):
     return results
 
 
+@nightly
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("strategy", ["one unit", "SHARD_GRAD_OP", "FULL_SHARD"])
 def test_groups_in_the_first_generation(ranks, strategy, when):

@@ -28,6 +28,8 @@ from torch_recompute.planner.states import Stated
 from torch_recompute.simulation.step import simulate_step
 from torch_recompute.simulation.training_step import TrainingStep
 
+pytestmark = pytest.mark.nightly
+
 WORDS, WIDTH, TOKENS, DEPTH = 37, 24, 40, 4
 PLANS = {"plain": Plan(), "regions": Plan(tuple(Choice((f"layers.{i}",)) for i in range(DEPTH)))}
 CASES = {

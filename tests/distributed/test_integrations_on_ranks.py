@@ -21,6 +21,8 @@ from support.zoo import LAYERS, build
 from torch_recompute import measure
 from torch_recompute.integrations.huggingface import apply
 
+pytestmark = pytest.mark.nightly
+
 TOKENS = 64
 Found = tuple[dict[str, torch.Tensor], int]
 

@@ -77,6 +77,7 @@ def through(folder: str, dies: bool, planned: bool = True) -> tuple[list[torch.T
     return [p.grad for p in model.parameters()], held, store.file_bytes
 
 
+@pytest.mark.nightly
 def test_a_rank_that_is_killed_leaves_no_file(ranks, tmp_path: Path) -> None:
     """One rank of two is killed in its backward; no file of either is left, and the next run has its own gradients."""
     folder = str(tmp_path)

@@ -10,6 +10,8 @@ from distributed.ranks import RankError
 from support.training import assert_same
 
 ONCE = [1] * MICROBATCHES
+FAST = ("1F1B", "InterleavedZeroBubble")
+nightly = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +32,7 @@ def whole():
     return in_one_process()
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", [pytest.param(one, marks=[nightly] * (one not in FAST)) for one in SCHEDULES])
 def test_schedules_replay_once(ranks, plain, whole, schedule):
     """Plain gradients, those of one process, one replay per microbatch and layer, and no data of another microbatch."""
     gradients, notes = joined(ranks.run(step, schedule, "whole layers"))
@@ -41,6 +43,7 @@ def test_schedules_replay_once(ranks, plain, whole, schedule):
     assert not any(seen["mixed up"] for seen in notes.values())
 
 
+@nightly
 @pytest.mark.parametrize("place", ["uniform", "saved calls", "nested", "inputs on the host", "checkpoint"])
 def test_a_backward_in_halves_replays_once_wherever_regions_are(ranks, plain, place):
     """Zero-bubble schedules replay once also with regions of two layers, saved calls, nesting, stores, `checkpoint`."""
@@ -51,6 +54,7 @@ def test_a_backward_in_halves_replays_once_wherever_regions_are(ranks, plain, pl
     assert not any(seen["mixed up"] for seen in notes.values())
 
 
+@nightly
 @pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble"])
 def test_dropout_is_that_of_the_forward(ranks, plain, schedule):
     """With random numbers drawn between the forwards of other microbatches, gradients are still the plain ones."""
@@ -59,6 +63,7 @@ def test_dropout_is_that_of_the_forward(ranks, plain, schedule):
     assert any(not torch.equal(gradients[name], other) for name, other in plain(schedule).items())
 
 
+@nightly
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
 def test_configurations_count_the_layers_of_a_chunk(ranks, plain, schedule):
     """`block` with one layer recomputes the first layer of each stage module, be it one or two per rank."""
@@ -69,6 +74,7 @@ def test_configurations_count_the_layers_of_a_chunk(ranks, plain, schedule):
     assert replays(notes) == {layer: never if layer % each else ONCE for layer in range(LAYERS)}
 
 
+@nightly
 def test_torchs_own_checkpoint_replays_for_every_part(ranks, plain):
     """What the above is compared with: torch.utils.checkpoint replays layers several times, or its selection fails."""
     gradients, notes = joined(ranks.run(step, "InterleavedZeroBubble", "stock"))

@@ -42,6 +42,7 @@ def test_a_failure_is_told_and_does_not_last(ranks):
     assert ranks.run(total, 0)[0].tolist() == [1.0, 1.0]
 
 
+@pytest.mark.nightly
 def test_a_death_is_told_and_does_not_last(ranks):
     """A killed rank is told by its exit code, the other fails in its collective, and the next scenario works."""
     survivor, dead = ranks.outcomes(dies_on_one)

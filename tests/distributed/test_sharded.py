@@ -247,7 +247,7 @@ def selective(distribute: bool | None) -> Any:
     return kept, [p.grad for p in model.parameters()]
 
 
-@pytest.mark.parametrize("count", [2, RANKS])
+@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.nightly), RANKS])
 def test_parts_of_layers_keep_parts_of_their_inputs(ranks, count: int) -> None:
     """With selective granularity each rank keeps its part of the input of each part; gradients are the plain ones."""
     group = Ranks(ranks._pool, count)

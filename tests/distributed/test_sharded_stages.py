@@ -26,6 +26,8 @@ from torch_recompute.planner.pipeline import PipelineRank, PipelineStages
 from torch_recompute.planner.schedules import Pipeline
 from torch_recompute.simulation.training_step import TrainingStep
 
+pytestmark = pytest.mark.nightly
+
 PATHS = [f"layers.{i}" for i in range(LAYERS)]
 PLANS = {"plain": Plan(), "regions": Plan(tuple(Choice((path,)) for path in PATHS))}
 MIXED: dict[str, Any] = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}

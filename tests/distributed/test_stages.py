@@ -34,7 +34,10 @@ from torch_recompute.commands import cli
 from torch_recompute.distributed import agree_on
 from torch_recompute.planner.pipeline import plan_stages
 
+nightly = pytest.mark.nightly
 
+
+@nightly
 @pytest.mark.usefixtures("free_launches_here")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_promise_is_kept(ranks: Any, schedule: str) -> None:
@@ -59,6 +62,7 @@ PARTS = {
 }
 
 
+@nightly
 @pytest.mark.skipif(TorchVersion(torch.__version__) >= (2, 15), reason="torch 2.15 frees what it has sent")
 @pytest.mark.parametrize("case", PARTS)
 def test_the_peak_where_a_part_is_trained(ranks: Any, case: str) -> None:
@@ -82,6 +86,7 @@ def test_a_torch_that_sends_every_gradient_back(monkeypatch: pytest.MonkeyPatch)
     assert peaks[1] - peaks[0] == MICROBATCHES * ROWS * WIDTH * 4
 
 
+@nightly
 @pytest.mark.parametrize(("count", "chunks", "of"), [(2, 3, 7), (4, 3, 14)])
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"])
 def test_uneven_chunks_are_trained_as_promised(ranks: Any, schedule: str, count: int, chunks: int, of: int) -> None:
@@ -100,6 +105,7 @@ def test_uneven_chunks_are_trained_as_promised(ranks: Any, schedule: str, count:
             assert rank["plain"][0] == rank["plain"][1]
 
 
+@nightly
 @pytest.mark.parametrize(("count", "of"), [(2, 5), (4, 10)])
 def test_plans_of_the_command_line_are_trained(
     ranks: Any, count: int, of: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]

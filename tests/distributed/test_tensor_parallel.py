@@ -162,7 +162,9 @@ def compared(how: str, dropout: float) -> Any:
     return worst, plain[1:], answers
 
 
-@pytest.mark.parametrize(("how", "dropout"), [("tensor", 0.0), ("sequence", 0.0), ("sequence", 0.5)])
+@pytest.mark.parametrize(
+    ("how", "dropout"), [("tensor", 0.0), *(pytest.param("sequence", p, marks=pytest.mark.nightly) for p in (0.0, 0.5))]
+)
 def test_plans_on_dtensors(ranks, how: str, dropout: float) -> None:
     """Gradients are bit for bit those without a plan, which are the single process's; replays repeat what is said."""
     for worst, (comm, _, whole), answers in ranks.run(compared, how, dropout):

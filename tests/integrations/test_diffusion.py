@@ -11,6 +11,7 @@ from support.files import module_at
 from torch_recompute import peaks
 
 pytest.importorskip("diffusers")
+pytestmark = pytest.mark.nightly
 FILE = Path(__file__).parents[2] / "examples" / "diffusion.py"
 FEW: dict[str, dict[str, Any]] = {
     "flux": {"size": 256, "num_layers": 2, "num_single_layers": 2, "num_attention_heads": 2},

@@ -391,6 +391,7 @@ def test_a_loss_of_the_trainer_is_planned_before_it(tmp_path: Path) -> None:
 LEAVES_OUT = 4  # a seed with which the planned step runs less than four of six layers
 
 
+@pytest.mark.nightly
 def test_layerdrop_is_planned_again() -> None:
     """Whisper with LayerDrop: after the first steps the promise is that of the step in which all layers run."""
     from transformers import WhisperConfig, WhisperForConditionalGeneration

@@ -266,7 +266,9 @@ def test_lightning_plans_for_a_budget(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "recomputed; planned in " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", INTEGRATIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name == "Lightning, auto")) for name in INTEGRATIONS]
+)
 def test_training_through_an_integration(name: str, tmp_path: Path) -> None:
     """Through the package itself: the weights of training without a plan, to the last bit, for a lower peak."""
     (expected, plain), (weights, peak) = (trained(INTEGRATIONS[name], ours, tmp_path) for ours in (False, True))

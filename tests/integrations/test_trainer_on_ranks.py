@@ -19,6 +19,8 @@ from distributed.ranks import free_port
 pytest.importorskip("transformers", reason="transformers is not installed (it needs Python 3.11)")
 pytest.importorskip("accelerate", reason="accelerate is not installed (the Trainer needs it)")
 
+pytestmark = pytest.mark.nightly
+
 RANKS, STEPS, LAYERS = 2, 2, 3
 FOLDER = Path(__file__).parents[1]
 SHARDED = {

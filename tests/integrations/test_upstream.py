@@ -28,6 +28,7 @@ def script() -> ModuleType:
     return module_at(FOLDER / "try_patches.py")
 
 
+@pytest.mark.nightly
 def test_patched_copies_pass_their_tests(script: ModuleType) -> None:
     """The patches apply to what is installed, the tests that they bring pass, and the environment is as it was."""
     names = [name for name in script.PROJECTS if script.installed(name)]
