@@ -106,7 +106,7 @@ def _goals(result: Mapping[str, Any]) -> str:
 WAYS = {
     "checkpoint every layer": "every_layer",
     "a plan, same peak": "same_peak",
-    "a plan, half of that saving": "half_way",
+    "a plan that saves half as much": "half_way",
 }
 
 
