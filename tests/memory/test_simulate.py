@@ -122,39 +122,6 @@ def test_an_optimizer_that_goes_over_lists_takes_what_it_does(options: dict[str,
     assert (made.peak_bytes, made.by_category) == (real.peak_bytes, real.by_category)
 
 
-class Emptied(nn.Linear):
-    """Holds a tensor whose storage it has emptied: only the storage's size says so."""
-
-    held: torch.Tensor | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Goes on without it."""
-        with torch.no_grad():
-            self.held = x.repeat(1, 8)
-        self.held.untyped_storage().resize_(0)
-        return super().forward(x).sin()
-
-
-def test_storages_that_are_resized_without_an_operator_are_seen() -> None:
-    """Peak and categories are those of the real step where storages are emptied between operations."""
-    model, inputs = nn.Sequential(*(Emptied(64, 64) for _ in range(3))), {"input": torch.randn(512, 64)}
-    simulated, real = simulate(model, (), inputs, loss=scalar_loss), Steps(model, inputs).measured()
-    assert (simulated.peak_bytes, simulated.by_category) == (real.peak_bytes, real.by_category)
-
-
-def test_a_tensor_gets_the_memory_of_another_each_time() -> None:
-    """`set_` is not answered from what is remembered of tensors with these layouts: its result is in other memory."""
-
-    def pass_on(m: Any, x: torch.Tensor) -> torch.Tensor:
-        made = m.up(x)
-        for _ in range(3):
-            made = made + torch.empty_like(made).set_(made.detach())
-        return made
-
-    model, inputs = Made(pass_on, up=nn.Linear(8, 64)), {"x": torch.randn(16, 8)}
-    assert simulate(model, (), inputs, loss=scalar_loss).peak_bytes == Steps(model, inputs).measured().peak_bytes
-
-
 def test_nothing_of_the_users_is_changed() -> None:
     """Parameters, gradients, arguments, random state and the plan in place are as before."""
     model, inputs = build("convnext")
@@ -281,83 +248,6 @@ def test_sizes_are_rounded_as_asked() -> None:
     assert result.by_category["parameters"] == 6 * 512
 
 
-class Masked(nn.Module):
-    """Attention that leaves its mask out where nothing is masked, after a look at its values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.project = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        h = self.project(x)
-        return h if bool(mask.all()) else h.masked_fill(~mask[..., None], 0.0)
-
-
-@pytest.mark.parametrize("hidden", [0, 3])
-def test_values_of_a_mask_decide_as_in_a_real_run(hidden: int) -> None:
-    """What a model does after reading an integer argument is what it would do for real."""
-    mask = torch.arange(16) >= hidden
-    model, inputs = Masked(), {"x": torch.randn(16, 8), "mask": mask}
-    assert simulate(model, (), inputs, loss=scalar_loss).peak_bytes == Steps(model, inputs).measured().peak_bytes
-
-
-class Caught(nn.Module):
-    """Layers whose results a function of the model's own collects; `loss` may read them from the model."""
-
-    layers: nn.ModuleList
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3))
-        self.caught: dict[int, torch.Tensor] = {}
-        self.calls: Any = [lambda x: self.layers[0](x)] if how == "a list" else None
-        self.call: Any = (lambda x: self.layers[0](x)) if how == "an attribute" else None
-        for i, layer in enumerate(self.layers):
-            layer.register_forward_hook(self.hook(i, how))
-
-    def hook(self, i: int, how: str) -> Any:
-        def closure(module: nn.Module, args: Any, out: torch.Tensor) -> None:
-            self.caught[i] = out
-
-        def default(module: nn.Module, args: Any, out: torch.Tensor, self: Any = self) -> None:
-            self.caught[i] = out
-
-        def given(self: Any, module: nn.Module, args: Any, out: torch.Tensor) -> None:
-            self.caught[i] = out
-
-        return {"a default": default, "a partial": partial(given, self)}.get(how, closure)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        call = self.call or (self.calls[0] if self.calls else self.layers[0])
-        x = x + call(x)
-        for layer in self.layers[1:]:
-            x = x + layer(x)
-        return x.square().mean() + self.penalty()
-
-    def penalty(self) -> torch.Tensor:
-        return torch.stack([x.square().mean() for x in self.caught.values()]).sum()
-
-
-@pytest.mark.parametrize("how", ["a closure", "a default", "a partial", "an attribute", "a list", "the loss"])
-def test_functions_that_hold_the_model_reach_its_copy(how: str) -> None:
-    """Hooks, attributes and a loss that close over the model: the figures are those of the real step, in a plan too."""
-    model, x = Caught(how), torch.randn(16, 8)
-
-    def loss(out: torch.Tensor) -> torch.Tensor:
-        return out + (model.penalty() if how == "the loss" else 0)
-
-    simulated = simulate(model, (x,), loss=loss)
-    plan = make_plan(model, (x,), budget=0.5, loss=loss, optimizer="adamw")
-    assert not model.caught
-    for number in range(2):
-        with measure(model).track(x) as m:
-            out = model(x)
-            loss(out).backward()
-            model.zero_grad()
-        assert number == 0 or simulated.peak_bytes == m.peak_bytes
-    assert plan.prediction is not None
-
-
 class Attentive(nn.Module):
     """Layers that attend to what they were given in earlier calls, as Transformer-XL's do; at most `length` calls."""
 
@@ -381,7 +271,7 @@ class Attentive(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize("budget", [None, 0.5, 0.01])
+@pytest.mark.parametrize("budget", [None, 0.01])
 @pytest.mark.parametrize(("length", "where"), [(1, "a list"), (3, "a list"), (2, "a buffer")])
 def test_what_a_model_keeps_from_call_to_call_is_there(length: int, where: str, budget: float | None) -> None:
     """The step comes after others: it finds what the model has kept of them, of other batches, as a real one does."""
@@ -391,7 +281,8 @@ def test_what_a_model_keeps_from_call_to_call_is_there(length: int, where: str, 
         simulated = simulate(model, (torch.randn(64, 16),), loss=lambda out: out, optimizer=optimizer)
         peak, loop = simulated.peak_bytes, simulated.loop
     else:
-        plan = make_plan(model, (torch.randn(64, 16),), loss=lambda out: out, optimizer=optimizer, budget=budget)
+        words: dict[str, Any] = {"optimizer": optimizer, "budget": budget, "device": "h100"}
+        plan = make_plan(model, (torch.randn(64, 16),), loss=lambda out: out, **words)
         assert plan.prediction is not None
         apply(model, plan)
         peak, loop = plan.prediction.peak_bytes, plan.prediction.loop
@@ -489,7 +380,7 @@ def test_modules_besides_the_model_are_left_alone(where: str, filled: bool) -> N
     before = [parameter.grad for parameter in critic.parameters()]
     values = [None if grad is None else grad.clone() for grad in before]
     simulated = simulate(model, (x,), loss=loss)
-    plan = make_plan(model, (x,), budget=0.5, loss=loss, optimizer="adamw")
+    plan = make_plan(model, (x,), budget=0.5, loss=loss, optimizer="adamw", device="h100")
     assert plan.prediction is not None
     for parameter, grad, value in zip(critic.parameters(), before, values, strict=True):
         assert parameter.grad is grad
@@ -683,7 +574,7 @@ def test_layers_that_did_not_run_are_said(ran: str, training: bool, said: str | 
     """Of like layers some of which are left out, the peak is of one draw, and that is said in training."""
     assumed = simulate(Skipping(ran).train(training), (torch.ones(2, 8),)).assumed
     assert [words.partition(", and")[0] for words in assumed] == ([said] if said else [])
-    plan = make_plan(Skipping(ran).train(training), (torch.ones(2, 8),), budget=0.5)
+    plan = make_plan(Skipping(ran).train(training), (torch.ones(2, 8),), budget=0.5, device="h100")
     assert (said in str(plan)) if said else ("did not run" not in str(plan))
 
 
