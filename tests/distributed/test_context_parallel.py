@@ -21,8 +21,7 @@ from torch_recompute.memory.loop import Loop
 from torch_recompute.simulation.step import simulate_step
 from torch_recompute.simulation.training_step import TrainingStep
 
-pytestmark = pytest.mark.nightly
-
+nightly = pytest.mark.nightly
 WIDTH, HEADS, TOKENS, DEPTH, BATCH = 32, 4, 24, 3, 2
 aten: Any = torch.ops.aten
 PLANS = {
@@ -257,7 +256,7 @@ def predicted(kind: str, count: int) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=nightly)])
 @pytest.mark.parametrize("kind", ["all-gather", "ulysses", "ring"])
 def test_the_peak_of_a_rank_that_shares_tokens(ranks: Processes, kind: str, count: int) -> None:
     """With gathered keys and values, tokens for heads, or blocks that go round, the peak is the predicted one."""
@@ -274,6 +273,7 @@ def kept(kind: str) -> tuple[int, int]:
     return kept_by_compiled(model(f"compiled {kind}")[1], x), kept_in(simulate_step(step), "1")
 
 
+@nightly
 @pytest.mark.parametrize("kind", [*WAYS])
 def test_a_compiled_layer_that_shares_tokens_keeps_what_torch_keeps(ranks: Processes, kind: str) -> None:
     """A layer that torch compiles on two ranks, attention to all tokens in its graph, keeps what is predicted."""

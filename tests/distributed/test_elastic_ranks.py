@@ -28,8 +28,7 @@ from support.limited import limited, missing
 from torch_recompute import ArgumentError, Elastic, doing_recompute, no_recompute, recompute, replay
 from torch_recompute.distributed import keep_collectives
 
-pytestmark = pytest.mark.nightly
-
+nightly = pytest.mark.nightly
 LIMIT = 1_000_000
 STEPS = 6
 
@@ -117,7 +116,7 @@ def evicting_alone(sharded: bool) -> Any:
     return all(map(torch.equal, plain, ours)), sent, our_sent, replays(memory)
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sharded", [pytest.param(False, marks=nightly), True])
 def test_ranks_may_evict_each_for_itself(ranks, sharded: bool) -> None:
     """DDP and FSDP2: gradients are plain PyTorch's, and no message more or less, though the ranks replay others."""
     results = ranks.run(evicting_alone, sharded)
@@ -145,7 +144,9 @@ def reaching(name: str, agreed: bool) -> Any:
     return all(map(torch.equal, *found)), replays(memory)
 
 
-@pytest.mark.parametrize("name", ["around", "nested", "twice"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("around", marks=nightly), "nested", pytest.param("twice", marks=nightly)]
+)
 def test_replays_that_gather_weights_are_refused_or_agreed_on(ranks, name: str) -> None:
     """FSDP2: a region whose replay gathers weights is refused in its first replay; agreed on, gradients are plain's."""
     gathers = name != "twice"
@@ -212,6 +213,7 @@ def keeping(overlapping: bool) -> Any:
     return all(map(torch.equal, plain, ours)), sent, our_sent, replays(memory), emptied
 
 
+@nightly
 @pytest.mark.parametrize("overlapping", [False, True])
 def test_kept_collectives(ranks, overlapping: bool) -> None:
     """TP: with its collectives kept, each rank evicts for itself, also what other saved calls keep; nothing is sent."""
@@ -231,6 +233,7 @@ def agreeing(overlapping: bool) -> Any:
     return all(map(torch.equal, plain, ours)), sent, our_sent, replays(memory), [row.evicted for row in rows]
 
 
+@nightly
 @pytest.mark.parametrize("overlapping", [False, True])
 def test_ranks_agree_on_what_they_replay(ranks, overlapping: bool) -> None:
     """TP: ranks under different pressure replay the same regions, so that collectives in them meet."""
@@ -348,7 +351,13 @@ def in_order(order: Callable[..., None]) -> Any:
     return answers
 
 
-@pytest.mark.parametrize("order", [one_by_one, retained, interleaved, last_first, dropped, together])
+@pytest.mark.parametrize(
+    "order",
+    [
+        retained,
+        *(pytest.param(order, marks=nightly) for order in (one_by_one, interleaved, last_first, dropped, together)),
+    ],
+)
 def test_ranks_agree_in_every_order_of_backwards(ranks, order: Callable[..., None]) -> None:
     """Nested, branching, retained: each rank evicts others, both replay the same, and gradients are plain PyTorch's."""
     first, second = ranks.run(in_order, order)
@@ -436,7 +445,7 @@ def short_of_memory(where: str) -> str:
 
 
 @pytest.mark.skipif(bool(missing()), reason=missing())
-@pytest.mark.parametrize("where", ["forward", "replay"])
+@pytest.mark.parametrize("where", [pytest.param("forward", marks=nightly), "replay"])
 def test_a_collective_is_not_made_again_after_a_failure(ranks, where: str) -> None:
     """Where memory runs out after a collective that a second run would make again, the error goes on and says so."""
     for said in ranks.run(short_of_memory, where):

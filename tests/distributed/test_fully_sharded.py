@@ -28,8 +28,7 @@ from torch_recompute.planner.states import Stated
 from torch_recompute.simulation.step import simulate_step
 from torch_recompute.simulation.training_step import TrainingStep
 
-pytestmark = pytest.mark.nightly
-
+nightly = pytest.mark.nightly
 WORDS, WIDTH, TOKENS, DEPTH = 37, 24, 40, 4
 PLANS = {"plain": Plan(), "regions": Plan(tuple(Choice((f"layers.{i}",)) for i in range(DEPTH)))}
 CASES = {
@@ -184,7 +183,7 @@ def peaks(ranks: Ranks, promised: dict[tuple[str, int], int], in_backward: bool 
     }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[nightly] * (case != "weights")) for case in CASES])
 def test_the_peak_of_a_sharded_step(ranks: Processes, case: str) -> None:
     """The first rank, whose shards are the largest, has the predicted peak, with FSDP2's buffers where it has them."""
     if CASES[case].on_host and missing():
@@ -241,6 +240,7 @@ def tiled_peaks(ranks: Ranks, inside: bool) -> list[tuple[int, int]]:
     return found
 
 
+@nightly
 @pytest.mark.parametrize("inside", [True, False], ids=["loss inside", "loss outside"])
 def test_a_head_in_tiles(ranks: Processes, inside: bool) -> None:
     """FSDP2 hooks the logits to learn when backward begins. They are not made for that, and training is the same."""
@@ -249,6 +249,7 @@ def test_a_head_in_tiles(ranks: Processes, inside: bool) -> None:
     assert peak == predicted < untiled == other
 
 
+@nightly
 def test_a_step_in_backward(ranks: Processes) -> None:
     """Hooks of shards step where their gradients have been reduced: the measured peak is the predicted one."""
     promised = predicted(CASES["weights"], True)

@@ -58,7 +58,6 @@ def ran(schedule: str, microbatches: int) -> tuple[list[str], list[str], dict[in
     return seen, [str(action) for action in table], most
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_orders_are_what_runs(ranks: Any, schedule: str) -> None:
     """The order read from a schedule, and the one made from its name, is the one that each rank runs."""

@@ -26,8 +26,6 @@ from torch_recompute.planner.pipeline import PipelineRank, PipelineStages
 from torch_recompute.planner.schedules import Pipeline
 from torch_recompute.simulation.training_step import TrainingStep
 
-pytestmark = pytest.mark.nightly
-
 PATHS = [f"layers.{i}" for i in range(LAYERS)]
 PLANS = {"plain": Plan(), "regions": Plan(tuple(Choice((path,)) for path in PATHS))}
 MIXED: dict[str, Any] = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
@@ -97,6 +95,15 @@ def peaks(ranks: Ranks, schedule: str, promised: dict[str, list[int]]) -> tuple[
     }
 
 
+def test_what_stages_hold_by_how_weights_are_gathered() -> None:
+    """Weights that stay gathered take more than those gathered for each microbatch, and regions lower every peak."""
+    kept, each = ({name: predicted(*CASES[case], plan) for name, plan in PLANS.items()} for case in [*CASES][:2])
+    for found in (kept, each):
+        assert all(ours < plain for ours, plain in zip(found["regions"], found["plain"], strict=True))
+    assert all(ours < others for ours, others in zip(each["regions"], kept["regions"], strict=True))
+
+
+@pytest.mark.nightly
 @pytest.mark.skipif(TorchVersion(torch.__version__) >= (2, 15), reason="torch 2.15 frees what it has sent")
 @pytest.mark.parametrize("case", CASES)
 def test_the_peak_of_sharded_stages(ranks: Processes, case: str) -> None:
