@@ -41,6 +41,8 @@ pytestmark = COMPILES
 
 WIDTH, TOKENS, BATCH, LAYERS = 32, 8, 2, 2
 
+backends = pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
+
 
 class Split:
     """A backend that runs the two graphs of a partition as they are, and remembers what one keeps for the other."""
@@ -205,12 +207,12 @@ def test_layers_compiled_one_by_one_and_dynamic_shapes():
     step(modules, modules)
     inputs = BATCH * TOKENS * WIDTH * 4  # of the second layer; the first one's is the batch
     assert sum(split.kept) in (whole, whole - inputs)
-    modules = model(by_hand=True)
-    _, wanted = step(modules, modules)
-    apply(modules, each(("up",)))
+    one = model(by_hand=True)[:1]
+    _, wanted = step(one, one)
+    apply(one, Plan((Choice(("0",), ("up",)),)))
     torch.compiler.reset()
-    run = torch.compile(modules, backend=Split().backend, fullgraph=True, dynamic=True)
-    assert equal(step(run, modules)[1], wanted)
+    run = torch.compile(one, backend=Split().backend, fullgraph=True, dynamic=True)
+    assert equal(step(run, one)[1], wanted)
 
 
 def test_a_plan_applied_to_a_compiled_model_compiles_it_again():
@@ -406,13 +408,14 @@ def test_every_face_runs_what_cannot_be_traced(face):
     assert equal(*found)
 
 
+@backends
 @pytest.mark.parametrize("keep", [(), ("up",), ("@product",)])
-def test_dropout_in_a_compiled_plan(keep):
+def test_dropout_in_a_compiled_plan(keep, backend):
     """Backward finds the mask of the forward, where the mask is drawn by compiled code: a bias counts its entries."""
     torch.manual_seed(0)
     modules = nn.Sequential(Dropped(), Dropped())
     apply(modules, Plan((Choice(("0",), keep), Choice(("1",), keep))))
-    run = torch.compile(modules, fullgraph=True)
+    run = torch.compile(modules, fullgraph=True, backend=backend)
     out = run(torch.randn(64, 8, requires_grad=True))
     (grad,) = torch.autograd.grad(out.sum(), modules[1].down.bias)
     assert torch.equal(grad, 2.0 * (out != 0).sum(0))
@@ -429,6 +432,7 @@ class Dropped(nn.Module):
         return self.drop(self.down(self.drop(self.up(x).tanh())))
 
 
+@pytest.mark.nightly
 def test_a_warm_cache_knows_plans_apart(tmp_path, monkeypatch):
     """The cache of compiled graphs is asked for the plan as well: what one plan left there is not another's."""
     from torch._dynamo.utils import counters
@@ -567,14 +571,15 @@ class Reduced(Dropped):
 
 
 @pytest.mark.usefixtures("one_of_two_ranks")
+@backends
 @pytest.mark.parametrize("keep", [("@product",), ("@collective", "@product"), ("@collective",)])
-def test_products_of_compiled_code_are_not_kept(keep):
+def test_products_of_compiled_code_are_not_kept(keep, backend):
     """Inductor's code calls products with `out=`, and its kernels and collectives then write over these in place."""
     torch.manual_seed(0)
     layer, x = Around(), torch.randn(4, 8)
     layer.inner = Reduced()
     modules = nn.Sequential(layer, nn.Linear(8, 8)).eval()
-    layer.inner.compile()
+    layer.inner.compile(backend=backend)
     wanted = torch.autograd.grad(modules(x).sum(), [*modules.parameters()])
     apply(modules, Plan((Choice(("0", "1"), keep),)))
     for _ in range(2):
