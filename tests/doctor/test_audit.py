@@ -471,7 +471,7 @@ def test_the_region_with_the_fault_is_blamed_and_no_other() -> None:
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
-TOKENS = 512  # so many that some are near a tie
+TOKENS = 256  # so many that some are near a tie
 
 
 def layers_of(model: nn.Module) -> list[str]:
