@@ -23,8 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent / "peers"))
 
 from allocated import levels
 
-from plans.test_zoo_training import plans
-from support.zoo import ZOO, build, scalar_loss
+from support.zoo import ZOO, build, plans, scalar_loss
 
 
 def row(name: str, kind: str, plan: Plan) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from support.programs import Mode, Ours, Plain, Program, Verdict, compare, progr
 pytestmark = pytest.mark.filterwarnings("ignore:.* within saved-tensor hooks that it enters:RuntimeWarning")
 
 COUNT = int(os.environ.get("TORCH_RECOMPUTE_PROGRAMS", "300"))
-SHARDS = 4  # so that they are run side by side
+SHARDS = max(1, COUNT // 250)  # within the time that a test may take, and enough to count shares of them
 FEATURES_FROM = 600
 SHRINK_SECONDS = 90  # Hypothesis itself would take 300, as much as a test may take in all
 
