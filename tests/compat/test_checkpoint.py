@@ -28,6 +28,7 @@ from torch.utils.checkpoint import (
 )
 
 from laws.watch import Operations, Tally, Turns, equal, vector
+from support.training import gradients
 from torch_recompute import (
     ArgumentError,
     MismatchError,
@@ -42,11 +43,7 @@ from torch_recompute.compat import _calling, paddle
 aten = torch.ops.aten
 
 
-def gradients(call: Callable[[torch.Tensor], torch.Tensor], *more: torch.Tensor) -> list[torch.Tensor]:
-    """The gradients of `call` with respect to its input, and to `more`."""
-    torch.manual_seed(3)
-    x = torch.randn(4, 6, requires_grad=True)
-    return list(torch.autograd.grad(call(x).square().sum(), [x, *more]))
+X = torch.randn(4, 6, generator=torch.Generator().manual_seed(3)).requires_grad_()
 
 
 # --- signatures -------------------------------------------------------------------------------------------------------
@@ -77,8 +74,8 @@ def test_no_warning(use_reentrant: bool | None) -> None:
     """Saying `use_reentrant=False`, or nothing, is the same and warns of nothing."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        got = gradients(lambda x: checkpoint(torch.exp, x, use_reentrant=use_reentrant))
-    assert equal(got, gradients(torch.exp))
+        got = gradients(functools.partial(checkpoint, torch.exp, use_reentrant=use_reentrant), X)
+    assert equal(got, gradients(torch.exp, X))
 
 
 def mlp() -> nn.Module:
@@ -168,7 +165,7 @@ def test_reentrant_works_where_torchs_does_not() -> None:
     assert norm.num_batches_tracked == 1
     assert torch.equal(norm.weight.grad, torch.autograd.grad(norm(x).exp().sum(), norm.weight)[0])
     fn = Turns(lambda x, scale: (x * scale).exp())
-    assert equal(gradients(lambda x: taken(fn, x, scale=2.0)), gradients(lambda x: (x * 2.0).exp()))
+    assert equal(gradients(lambda x: taken(fn, x, scale=2.0), X), gradients(lambda x: (x * 2.0).exp(), X))
     assert fn.calls == 2
 
 
@@ -204,15 +201,15 @@ def test_decorator_form() -> None:
     """Without a function it returns a decorator, for functions, methods and modules."""
     torch.manual_seed(0)
     model = Scaled()
-    plain = gradients(lambda x: (model.linear(x).tanh() * 2.0).exp(), *model.parameters())
-    assert equal(gradients(lambda x: model(x, debug=2.0), *model.parameters()), plain)
+    plain = gradients(model, X, run=lambda x: (model.linear(x).tanh() * 2.0).exp())
+    assert equal(gradients(model, X, debug=2.0), plain)
     assert model.tally.count == 2
     assert Scaled.forward.__doc__ == "The product, bent."
     module, decorate = mlp(), checkpoint(use_reentrant=False, preserve_rng_state=False)
-    expected = gradients(module, *module.parameters())
-    assert equal(gradients(decorate(module), *module.parameters()), expected)
+    expected = gradients(module, X)
+    assert equal(gradients(module, X, run=decorate(module)), expected)
     fn = Turns(module)
-    assert equal(gradients(decorate(lambda x: fn(x)), *module.parameters()), expected)
+    assert equal(gradients(module, X, run=decorate(lambda x: fn(x))), expected)
     assert fn.calls == 2
 
 
@@ -226,10 +223,10 @@ def test_decorator_form_obeys_its_options() -> None:
 def test_decorator_form_in_a_compiled_function() -> None:
     """Inside `torch.compile(fullgraph=True)` the decorated function is traced, to the plain gradients."""
     module = mlp()
-    expected = gradients(module, *module.parameters())
+    expected = gradients(module, X)
     region = checkpoint(use_reentrant=False)(lambda x: module(x))
     compiled = torch.compile(lambda x: region(x), fullgraph=True, backend="aot_eager")
-    assert equal(gradients(compiled, *module.parameters()), expected)
+    assert equal(gradients(module, X, run=compiled), expected)
 
 
 # --- options ----------------------------------------------------------------------------------------------------------
@@ -252,9 +249,9 @@ def test_selective_checkpoint_contexts(policy: Any) -> None:
     results = []
     for name, options in (("all", {}), ("selective", {"context_fn": contexts})):
         with Operations() as seen:
-            results.append(gradients(lambda x, o=options: checkpoint(module, x, **o), *module.parameters()))
+            results.append(gradients(module, X, run=functools.partial(checkpoint, module, **options)))
         counts[name] = seen.counts
-    results.append(gradients(module, *module.parameters()))
+    results.append(gradients(module, X))
     assert counts["selective"]["addmm"] == 2
     assert counts["all"]["addmm"] > 2
     assert counts["selective"]["tanh"] == counts["all"]["tanh"] == 2
@@ -300,7 +297,7 @@ def test_respect_saved_tensors_hooks(respect: bool | None) -> None:
     module, packed = mlp(), []
     contexts = functools.partial(create_selective_checkpoint_contexts, SELECTIVE["list of operations"])
     options = {} if respect is None else {"respect_saved_tensors_hooks": respect}
-    expected = gradients(module, *module.parameters())
+    expected = gradients(module, X)
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         packed.append(tensor.shape)
@@ -313,7 +310,7 @@ def test_respect_saved_tensors_hooks(respect: bool | None) -> None:
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 return function(module, x, use_reentrant=False, context_fn=contexts, **options)
 
-        return gradients(inner, *module.parameters())
+        return gradients(module, X, run=inner)
 
     with pytest.warns(FutureWarning) if respect is None else contextlib.nullcontext():
         assert equal(call(checkpoint), expected)
@@ -327,12 +324,12 @@ def test_hooks_that_torch_cannot_respect(monkeypatch: pytest.MonkeyPatch) -> Non
     """Before torch 2.14 asking for it is refused where something would be stored past the hooks, and only there."""
     contexts = functools.partial(create_selective_checkpoint_contexts, SELECTIVE["policy"])
     module = mlp()
-    expected = gradients(module)
+    expected = gradients(module, X)
     for options in (
         {"respect_saved_tensors_hooks": True},
         {"respect_saved_tensors_hooks": False, "context_fn": contexts},
     ):
-        assert equal(gradients(lambda x, o=options: checkpoint(module, x, **o)), expected)
+        assert equal(gradients(module, X, run=functools.partial(checkpoint, module, **options)), expected)
     monkeypatch.delattr(theirs, "_current_user_saved_tensors_hooks", raising=False)
     with pytest.raises(ArgumentError, match=r"needs torch 2\.14"):
         checkpoint(module, vector(), context_fn=contexts, respect_saved_tensors_hooks=True)
@@ -564,7 +561,7 @@ def test_checkpoint_is_recompute() -> None:
     counts = []
     for call in (lambda x: checkpoint(mlp(), x), lambda x: recompute(mlp())(x)):
         with Operations() as seen:
-            gradients(call)
+            gradients(call, X)
         counts.append(seen.counts)
     assert counts[0] == counts[1]
 
@@ -597,11 +594,9 @@ def test_sequential(kind: Any, segments: int) -> None:
     for function in (checkpoint_sequential, theirs.checkpoint_sequential):
         torch.manual_seed(0)
         modules = [CountedLayer() for _ in range(7)]
-        parameters = [p for m in modules for p in m.parameters()]
         functions = kind(modules)
-        results.append(
-            gradients(lambda x, f=function, g=functions: f(g, segments, x, use_reentrant=False), *parameters)
-        )
+        run = functools.partial(function, functions, segments, use_reentrant=False)
+        results.append(gradients(nn.ModuleList(modules), X, run=run))
         runs.append([m.tally.count for m in modules])
     assert runs[0] == runs[1]
     assert equal(*results)
@@ -610,8 +605,8 @@ def test_sequential(kind: Any, segments: int) -> None:
 def test_sequential_takes_plain_functions_and_pytrees() -> None:
     """Functions need not be modules, and the one input may be a tuple that they take and return."""
     functions = [lambda p: (p[0].sin(), p[1]), lambda p: (p[0] * p[1], p[1].exp()), lambda p: p[0] + p[1]]
-    expected = gradients(lambda x: functions[2](functions[1](functions[0]((x, x)))))
-    assert equal(gradients(lambda x: checkpoint_sequential(functions, 3, (x, x))), expected)
+    expected = gradients(lambda x: functions[2](functions[1](functions[0]((x, x)))), X)
+    assert equal(gradients(lambda x: checkpoint_sequential(functions, 3, (x, x)), X), expected)
 
 
 # --- everything else that reaches a checkpoint ------------------------------------------------------------------------

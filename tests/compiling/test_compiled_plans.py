@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from laws.placements import chain
 from laws.watch import equal
 from support.compiler import COMPILES, as_they_are
+from support.training import gradients
 from torch_recompute import (
     Choice,
     OutputDiscardCheckpoint,
@@ -453,12 +454,6 @@ def test_a_warm_cache_knows_plans_apart(tmp_path, monkeypatch):
     assert found[0][0] == found[2][0] != found[1][0] == found[3][0]
 
 
-def gradients(run, modules):
-    """A step's loss, and its gradients: without a mode around it, which few higher-order operators know."""
-    loss = run(batch()).square().sum()
-    return [loss.detach(), *torch.autograd.grad(loss, [*modules.parameters()])]
-
-
 class Flexible(nn.Module):
     """Attention that is one higher-order operator of the graph."""
 
@@ -515,7 +510,7 @@ def test_higher_order_operators_are_kept_or_repeated_as_others_are(kind, keep, a
     for grads in (plain, got):
         torch.compiler.reset()
         run = torch.compile(modules, backend=as_they_are(partition), fullgraph=True)
-        grads += gradients(run, modules)
+        grads += gradients(modules, batch(), run=run)
         apply(modules, each(keep)) if grads is plain else None
     assert equal(got, plain)
     assert repeated[1] - repeated[0] == again
@@ -526,9 +521,9 @@ def test_layers_that_are_traced_once_have_their_own_weights(keep):
     """Dynamo reuses the graph of a marked forward for the next layer, with what that layer holds."""
     torch.manual_seed(0)
     modules = nn.Sequential(*(Marked() for _ in range(4)))
-    wanted = gradients(modules, modules)
+    wanted = gradients(modules, batch())
     apply(modules, Plan(tuple(Choice((f"{i}",), keep) for i in range(4))))
-    assert equal(gradients(torch.compile(modules, backend="aot_eager", fullgraph=True), modules), wanted)
+    assert equal(gradients(modules, batch(), run=torch.compile(modules, backend="aot_eager", fullgraph=True)), wanted)
 
 
 class Around(nn.Module):

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from support.models import Made
+from support.training import gradients
 from torch_recompute import ArgumentError, measure, no_recompute, recompute
 
 WIDTH, FAT, TOKENS = 6, 16, 11
@@ -126,13 +127,6 @@ def tokens(grad: bool = True, dtype: torch.dtype = torch.float64) -> torch.Tenso
     return torch.randn(2, TOKENS, WIDTH, dtype=dtype, generator=torch.Generator().manual_seed(5)).requires_grad_(grad)
 
 
-def gradients(fn: Callable[[torch.Tensor], torch.Tensor], module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    """The result, then the gradient of the input and of each parameter."""
-    leaves = [t for t in (x, *module.parameters()) if t.requires_grad]
-    y = fn(x)
-    return [y.detach(), *torch.autograd.grad(y.square().sum(), leaves)]
-
-
 def assert_close(ours: list[torch.Tensor], plain: list[torch.Tensor]) -> None:
     assert len(ours) == len(plain)
     for a, b in zip(ours, plain, strict=True):
@@ -145,8 +139,8 @@ def assert_close(ours: list[torch.Tensor], plain: list[torch.Tensor]) -> None:
 def test_gradients_are_those_of_the_plain_call(name: str, tiles: int, wrap: str) -> None:
     """Results and gradients equal the plain call's to the order of a sum, also where tiles are uneven."""
     module, wrapped = make(name), WRAPPERS[wrap]
-    plain = gradients(wrapped(module) if wrap == "alone" else lambda x: module(x.sin()).sin(), module, tokens())
-    assert_close(gradients(wrapped(recompute(module, tiles=tiles)), module, tokens()), plain)
+    plain = gradients(module, tokens(), run=wrapped(module) if wrap == "alone" else lambda x: module(x.sin()).sin())
+    assert_close(gradients(module, tokens(), run=wrapped(recompute(module, tiles=tiles))), plain)
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -157,7 +151,7 @@ def test_input_without_grad_trains_the_parameters(name: str) -> None:
         assert not recompute(module, tiles=3)(tokens(grad=False)).requires_grad
         return
     assert_close(
-        gradients(recompute(module, tiles=3), module, tokens(grad=False)), gradients(module, module, tokens(grad=False))
+        gradients(module, tokens(grad=False), run=recompute(module, tiles=3)), gradients(module, tokens(grad=False))
     )
 
 
@@ -165,7 +159,7 @@ def test_input_without_grad_trains_the_parameters(name: str) -> None:
 def test_tile_dim_counts_from_either_end(dim: int) -> None:
     """Tokens may lie in any dimension but the one that is mixed."""
     module, x = make("gated"), tokens()
-    assert_close(gradients(recompute(module, tiles=2, tile_dim=dim), module, x), gradients(module, module, tokens()))
+    assert_close(gradients(module, x, run=recompute(module, tiles=2, tile_dim=dim)), gradients(module, tokens()))
 
 
 def test_second_derivatives_are_those_of_the_plain_call() -> None:
@@ -189,7 +183,7 @@ def test_retained_graph_gives_the_same_gradients_again() -> None:
     first = torch.autograd.grad(loss, leaves, retain_graph=True)
     again = torch.autograd.grad(loss, leaves)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    assert_close(list(again), gradients(module, module, tokens())[1:])
+    assert_close(list(again), gradients(module, tokens())[1:])
 
 
 @pytest.mark.parametrize("wanted", [0, 1, 2, 3])
@@ -198,7 +192,7 @@ def test_one_gradient_alone(wanted: int) -> None:
     module, x = make("mlp"), tokens()
     leaves = [x, *module.parameters()]
     (got,) = torch.autograd.grad(recompute(module, tiles=3)(x).square().sum(), [leaves[wanted]])
-    assert_close([got], [gradients(module, module, tokens())[1 + wanted]])
+    assert_close([got], [gradients(module, tokens())[1 + wanted]])
     assert all(leaf.grad is None for leaf in leaves)
 
 
@@ -242,7 +236,7 @@ def test_unused_result_is_no_harm() -> None:
     """A result that the loss does not use sends no gradient back."""
     module, x = make("mlp"), tokens()
     y, _ = recompute(lambda x: (module(x), module(x.sin())), tiles=3)(x)
-    assert_close(list(torch.autograd.grad(y.square().sum(), [x])), gradients(module, module, tokens())[1:2])
+    assert_close(list(torch.autograd.grad(y.square().sum(), [x])), gradients(module, tokens())[1:2])
 
 
 def test_dropout_is_drawn_again_as_it_was() -> None:
@@ -272,7 +266,7 @@ def test_autocast(cache: bool) -> None:
 
     def run(wrapped: Callable[..., Any]) -> list[torch.Tensor]:
         with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cache):
-            return gradients(wrapped, module, x)
+            return gradients(module, x, run=wrapped)
 
     plain, ours = run(fn), run(recompute(fn, tiles=4))
     assert set(seen) == {torch.bfloat16}
@@ -409,7 +403,7 @@ def test_failed_backward_leaves_the_next_one_right() -> None:
     leaves = [x, *module.parameters()]
     with pytest.raises(ZeroDivisionError):
         torch.autograd.grad(loss, leaves, retain_graph=True)
-    assert_close(list(torch.autograd.grad(loss, leaves)), gradients(module, module, tokens())[1:])
+    assert_close(list(torch.autograd.grad(loss, leaves)), gradients(module, tokens())[1:])
 
 
 @pytest.mark.parametrize("length", [0, 1])
@@ -417,7 +411,7 @@ def test_few_tokens(length: int) -> None:
     """Fewer tokens than tiles make fewer tiles; none at all is one empty tile."""
     module = make("mlp")
     x = torch.ones(2, length, WIDTH, dtype=torch.float64, requires_grad=True)
-    assert_close(gradients(recompute(module, tiles=8), module, x), gradients(module, module, x))
+    assert_close(gradients(module, x, run=recompute(module, tiles=8)), gradients(module, x))
 
 
 def test_compiled_without_a_break() -> None:
@@ -425,7 +419,7 @@ def test_compiled_without_a_break() -> None:
     module, x = make("mlp"), tokens()
     tiled = recompute(module, tiles=3)
     compiled = torch.compile(lambda x: tiled(x), fullgraph=True, backend="aot_eager")
-    assert_close(gradients(compiled, module, x), gradients(module, module, tokens()))
+    assert_close(gradients(module, x, run=compiled), gradients(module, tokens()))
 
 
 @dataclass(frozen=True)
@@ -445,7 +439,7 @@ class Store:
 def test_inputs_store_gets_the_tiles() -> None:
     """A store for inputs is given each tile, not the whole once per tile."""
     module, x, store = make("mlp"), tokens(), Store([])
-    assert_close(gradients(recompute(module, tiles=3, inputs=store), module, x), gradients(module, module, tokens()))
+    assert_close(gradients(module, x, run=recompute(module, tiles=3, inputs=store)), gradients(module, tokens()))
     assert sum(store.put_bytes) == x.nbytes
 
 

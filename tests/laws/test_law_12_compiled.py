@@ -14,6 +14,7 @@ from laws.module_steps import STEPS, left, same
 from laws.placements import NAMES, Placement, chain
 from laws.watch import Counted, equal
 from support.compiler import COMPILES, as_they_are
+from support.training import gradients
 from torch_recompute import (
     MismatchError,
     checkpoint,
@@ -38,14 +39,8 @@ def model():
     return nn.ModuleList([nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 8)])
 
 
-def gradients(run, layers):
-    x = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
-    out = run(x)
-    out.exp().sum().backward()
-    grads = [out.detach(), x.grad, *(p.grad for p in layers.parameters())]
-    for p in layers.parameters():
-        p.grad = None
-    return grads
+def batch():
+    return torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
 
 
 @pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.nightly), "aot_eager"])
@@ -72,8 +67,8 @@ def test_regions_are_traced_without_a_graph_break(place):
     """`fullgraph=True` accepts every placement; output and gradients are the plain eager ones."""
     layers = model()
     stages = [lambda x: layers[0](x).tanh(), lambda x: layers[1](x).sigmoid(), lambda x: layers[2](x).sin()]
-    wanted = gradients(chain(*stages), layers)
-    assert equal(gradients(compiled(NAMES[place].put(*stages)), layers), wanted)
+    wanted = gradients(layers, batch(), run=chain(*stages))
+    assert equal(gradients(layers, batch(), run=compiled(NAMES[place].put(*stages))), wanted)
 
 
 def test_checkpoint_is_traced():
@@ -86,7 +81,8 @@ def test_checkpoint_is_traced():
     def run(x):
         return checkpoint(body, x, use_reentrant=False, preserve_rng_state=False, determinism_check="none", scale=2.0)
 
-    assert equal(gradients(compiled(run), layers), gradients(lambda x: body(x, scale=2.0), layers))
+    wanted = gradients(layers, batch(), run=lambda x: body(x, scale=2.0))
+    assert equal(gradients(layers, batch(), run=compiled(run)), wanted)
 
 
 class Block(nn.Module):
@@ -113,8 +109,8 @@ def test_a_layer_with_saved_attention_inside():
     """A transformer block with its attention saved compiles as one graph and trains as without."""
     torch.manual_seed(0)
     block = Block()
-    wanted = gradients(lambda x: block(x, wrap=False), block)
-    assert equal(gradients(compiled(block), block), wanted)
+    wanted = gradients(block, batch(), wrap=False)
+    assert equal(gradients(block, batch(), run=compiled(block)), wanted)
 
 
 def test_values_and_choices_inside():
@@ -130,8 +126,8 @@ def test_values_and_choices_inside():
             save_for_recompute(index)
         return layers[2](layers[1](scores).tanh()).gather(1, index % 8)
 
-    wanted = gradients(body, layers)
-    assert equal(gradients(compiled(recompute(body)), layers), wanted)
+    wanted = gradients(layers, batch(), run=body)
+    assert equal(gradients(layers, batch(), run=compiled(recompute(body))), wanted)
 
 
 @pytest.mark.parametrize("wrap", [recompute, no_recompute, replay], ids=lambda wrap: wrap.__name__)
@@ -148,7 +144,7 @@ def test_functions_that_are_made_and_wrapped_while_traced(wrap):
         act = torch.sign(layers[0](x)).detach() if wrap is replay else layers[0](x).tanh()
         return layers[2](layers[1](act + layers[0](x)).sin())
 
-    assert equal(gradients(compiled(recompute(body)), layers), gradients(plainly, layers))
+    assert equal(gradients(layers, batch(), run=compiled(recompute(body))), gradients(layers, batch(), run=plainly))
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -167,9 +163,9 @@ def test_an_exported_region_is_the_plain_call(place, strict):
             return self.run(x)
 
     net = Net()
-    wanted = gradients(net, net)
+    wanted = gradients(net, batch())
     exported = torch.export.export(net, (torch.ones(4, 8),), strict=strict).module()
-    assert equal(gradients(exported, net), wanted)
+    assert equal(gradients(net, batch(), run=exported), wanted)
 
 
 @pytest.mark.parametrize("exporting", [torch.compiler.is_exporting, torch.compiler.is_dynamo_compiling])
@@ -208,11 +204,11 @@ def test_a_region_around_compiled_functions(place):
     """Compiled functions inside eager regions and saved calls give the plain gradients."""
     layers = model()
     stages = [lambda x: layers[0](x).tanh(), lambda x: layers[1](x).sigmoid(), lambda x: layers[2](x).sin()]
-    wanted = gradients(chain(*map(compiled, stages)), layers)
+    wanted = gradients(layers, batch(), run=chain(*map(compiled, stages)))
     torch.compiler.reset()
     count = Counted()
     counted = [count(name, compiled(stage)) for name, stage in zip("abc", stages, strict=True)]
-    assert equal(gradients(NAMES[place].put(*counted), layers), wanted)
+    assert equal(gradients(layers, batch(), run=NAMES[place].put(*counted)), wanted)
     assert all(count.calls[name] <= n for name, n in zip("abc", NAMES[place].runs, strict=True))
 
 
@@ -323,9 +319,8 @@ UNTRACEABLE = [Assigns, Counts, Draws, Keeps, Carries, Holds]
 
 def two_steps(run, layer):
     """Outputs, gradients and buffers of two steps."""
-    torch.manual_seed(1)
-    found = [tensor for _ in range(2) for tensor in gradients(run, layer)]
-    return [*(tensor for tensor in found if tensor is not None), *(buffer.clone() for buffer in layer.buffers())]
+    found = [tensor for _ in range(2) for tensor in gradients(layer, batch(), run=run)]
+    return [*found, *(buffer.clone() for buffer in layer.buffers())]
 
 
 @pytest.mark.parametrize("kind", UNTRACEABLE)
@@ -494,8 +489,8 @@ def test_a_parents_forward_is_traced():
     """`checkpoint(super().forward, x)` is one graph, with gradients and without."""
     torch.manual_seed(0)
     block = Child()
-    wanted = gradients(lambda x: block.body(x.view(1, 4, 8).expand(2, 4, 8), save=False), block)
-    assert equal(gradients(compiled(block), block), wanted)
+    wanted = gradients(block, batch(), run=lambda x: block.body(x.view(1, 4, 8).expand(2, 4, 8), save=False))
+    assert equal(gradients(block, batch(), run=compiled(block)), wanted)
     with torch.no_grad():
         compiled(block)(torch.ones(4, 8))
 

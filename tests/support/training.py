@@ -26,34 +26,38 @@ def step(model: nn.Module, call: Callable[[], torch.Tensor], optimizer: torch.op
 
 
 def gradients(
-    model: nn.Module,
+    model: Callable[..., Any],
     *args: Any,
     run: Callable[..., Any] | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
     **kwargs: Any,
 ) -> list[torch.Tensor]:
-    """The loss of one step, then its gradients: of the arguments that require one, and of the model's parameters.
+    """The output of one step, then its gradients: of the arguments that require one, and of the model's parameters.
 
     Args:
-        model: The model; what it accumulates before and afterwards is forgotten.
+        model: The model, or a function; what has accumulated is forgotten, before and afterwards.
         args: The arguments of its call; random numbers are the same each time.
         run: What is called in the model's place, such as a region around it.
         loss: Of what the model returns; by default that itself, or the sum of its squares.
         kwargs: The keyword arguments.
+
+    Returns:
+        The loss in the place of the output, where that is no tensor.
     """
+    parameters = model.parameters() if isinstance(model, nn.Module) else ()
     given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
-    leaves = [value for value in (*given, *model.parameters()) if value.requires_grad and value.is_leaf]
+    leaves = [value for value in (*given, *parameters) if value.requires_grad and value.is_leaf]
     for leaf in leaves:
         leaf.grad = None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        out = (run or model)(*args, **kwargs)
+        out = (model if run is None else run)(*args, **kwargs)
         value = loss(out) if loss is not None else out if out.dim() == 0 else out.square().sum()
         value.backward()
     found = [leaf.grad for leaf in leaves if leaf.grad is not None]
     for leaf in leaves:
         leaf.grad = None
-    return [value.detach(), *found]
+    return [(out if isinstance(out, torch.Tensor) else value).detach(), *found]
 
 
 def assert_same(some: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> None:
