@@ -23,7 +23,7 @@ from rich.console import Console
 from torch import nn
 
 from support.models import LLAMA, Made
-from torch_recompute import Choice, Plan, SizeClass, apply, errors, make_plan, peaks
+from torch_recompute import Plan, SizeClass, apply, errors, make_plan, peaks
 from torch_recompute.commands import cli, output
 from torch_recompute.commands.models import PRESETS, batch_for, load
 from torch_recompute.commands.plan import _point, _print_most
@@ -346,34 +346,76 @@ def test_what_ranks_are_planned_with(llama: str, reached: Callable[..., tuple[An
     assert (layout.mbs, layout.batch, layout.microbatches, tokens) == (4, 48, 6, 64)
 
 
-def test_what_a_search_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The most that was found is printed with a row for each size, and is in the document and in the file of a plan."""
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plan]:
+    """Ends searches at once, with a plan for some shapes whose steps take a MiB and a quarter of a second each."""
     model, batch, loss = pair()
     promise = make_plan(model, batch, budget=0.5, loss=loss, device="h100", optimizer="none").prediction
     assert promise is not None
-    smaller = replace(promise, peak_bytes=2**20, step_seconds=0.25, plain_step_seconds=0.2)
-    larger = replace(promise, peak_bytes=3 * 2**20, step_seconds=0.5, plain_step_seconds=0.4)
-    sizes = SizeClass((512, 8), (), smaller), SizeClass((1500, 8), (Choice(("0",)),), larger)
 
-    def plan(self: Longest) -> Plan:
-        self.best = 1500
-        return Plan(sizes=sizes)
+    def end(*shapes: tuple[int, ...], at: int = 0) -> Plan:
+        taken = {"peak_bytes": 2**20, "step_seconds": 0.25, "plain_step_seconds": 0.2}
+        parts = ({name: figure * number for name, figure in taken.items()} for number in range(1, len(shapes) + 1))
+        promises = [replace(promise, **part) for part in parts]
+        found = Plan(sizes=tuple(SizeClass(shape, (), one) for shape, one in zip(shapes, promises, strict=True)))
 
-    monkeypatch.setattr(Longest, "plan", plan)
-    argv = ["this_test:pair", "--largest-batch", "--budget", "3MiB", "--device", "h100", "--optimizer", "none"]
+        def plan(search: Longest) -> Plan:
+            search.best = shapes[-1][at]
+            return found
+
+        monkeypatch.setattr(Longest, "plan", plan)
+        return found
+
+    return end
+
+
+def test_what_a_search_prints(ended: Callable[..., Plan], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The most that was found is printed with a row for each size; the document and the file have the plan."""
+    plan, out = ended((512, 8), (1500, 8)), tmp_path / "plan.json"
+    argv = ["this_test:pair", "--largest-batch", "--budget", "3MiB", "--device", "h100", "--out", str(out)]
     found = document(capsys, *argv)
     assert (found["found"], found["most"]) == ("batch", 1500)
     assert [point["shape"] for point in found["points"]] == [[512, 8], [1500, 8]]
     assert [point["items_per_second"] for point in found["points"]] == [512 * 8 / 0.25, 1500 * 8 / 0.5]
-    assert Plan.from_json(json.dumps(found["plan"])) == Plan(sizes=sizes)
+    assert Plan.from_json(json.dumps(found["plan"])) == Plan.from_json(out.read_text()) == plan
     assert cli.main(["plan", *argv]) == cli.OK
     said = capsys.readouterr().out
-    assert "at most 1,500 items in a batch: peak 3.00 MiB" in said
+    assert "at most 1,500 items in a batch: peak 2.00 MiB" in said
     rows = [line.split() for line in said.splitlines() if "%" in line and "x 8" in line]
     assert [(row[0], *row[3:6]) for row in rows] == [
         ("512", "1.00", "250.0", "+25.0%"),
-        ("1500", "3.00", "500.0", "+25.0%"),
+        ("1500", "2.00", "500.0", "+25.0%"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens", "note"),
+    [
+        ({"model_type": "gpt2", "n_embd": 8, "n_head": 1}, 96, "96 tokens are all the positions that"),
+        (LLAMA, 600, "600 tokens are more than the 96 positions that"),
+        (LLAMA, 80, ""),
+    ],
+)
+def test_what_is_said_of_positions_that_a_search_has_met(
+    model: dict[str, Any],
+    tokens: int,
+    note: str,
+    ended: Callable[..., Plan],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """That the longest sequence ends a table of positions, or is beyond rotary ones, is printed beside it."""
+    pytest.importorskip("transformers")
+    head = {"architectures": ["GPT2LMHeadModel"], "n_positions": 96, "max_position_embeddings": 96, "vocab_size": 16}
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**head, **model, "max_position_embeddings": 96}))
+    ended((1, tokens), at=1)
+    argv = [str(config), "--longest", "--budget", "1GiB", "--sequence", "32"]
+    found = document(capsys, *argv)
+    assert found["most"] == tokens
+    assert [one.partition(" that")[0] + " that" for one in found["notes"]] == ([note] if note else [])
+    assert cli.main(["plan", *argv]) == cli.OK
+    assert note in capsys.readouterr().out
 
 
 @nightly

@@ -12,6 +12,7 @@ from support.report_cases import BY_HAND, INPUT, TO_HOST, clock, pair, seen
 from support.zoo import mean_loss
 from torch_recompute import Choice, Plan, SizeClass, make_plan, simulate
 from torch_recompute.commands.report_data import LAYERS, Clock, Reported, collect, in_force, sampled
+from torch_recompute.memory.loop import Loop
 from torch_recompute.simulation import Moment, devices
 from torch_recompute.simulation.training_step import TrainingStep
 
@@ -134,6 +135,12 @@ def test_a_host_that_is_slower_than_its_device(monkeypatch: pytest.MonkeyPatch) 
     plan = make_plan(model, args, budget=0.4, optimizer=torch.optim.AdamW, device="h100", loss=mean_loss)
     (note,) = seen(plan, points=0).data["notes"]
     assert "in which the host takes longer to launch operations than the device to run them" in note
+
+
+def test_several_backwards() -> None:
+    """Of a step with more than one backward the report shows the last, and says so."""
+    (note,) = collect(BY_HAND, [], clock(loop=Loop(accumulate=4))).data["notes"]
+    assert note == "The pictures are of the last of 4 forwards and backwards, and of the optimizer's step."
 
 
 def test_another_step_than_the_planned_one() -> None:
