@@ -287,7 +287,6 @@ def pairs(together):
     return results
 
 
-@nightly
 def test_layers_recomputed_together_are_sharded_together(ranks):
     """Layers of one group may be one sharding unit; sharded one by one they are refused, with what to write."""
     for (gathers, peak, wanted), (ours, our_peak, grads) in ranks.run(pairs, True):
@@ -420,9 +419,14 @@ def pairs_wrapped(strategy, when):
     return results
 
 
-@nightly
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("strategy", ["one unit", "SHARD_GRAD_OP", "FULL_SHARD"])
+@pytest.mark.parametrize(
+    ("strategy", "when"),
+    [
+        pytest.param(strategy, when, marks=[nightly] * ((strategy, when) != ("FULL_SHARD", "after")))
+        for strategy in ("one unit", "SHARD_GRAD_OP", "FULL_SHARD")
+        for when in ("before", "after")
+    ],
+)
 def test_groups_in_the_first_generation(ranks, strategy, when):
     """Layers recomputed together work where their parameters stay or are gathered together; else they are refused."""
     for (gathers, peak, wanted), ours in ranks.run(pairs_wrapped, strategy, when):

@@ -46,6 +46,7 @@ CASES = {
         fsdp=2, zero=2, on_host=True, param_dtype="bfloat16", reduce_dtype="float32"
     ),
 }
+FAST = ("weights", "one rank, and host memory")
 
 
 class Model(nn.Module):
@@ -183,7 +184,7 @@ def peaks(ranks: Ranks, promised: dict[tuple[str, int], int], in_backward: bool 
     }
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[nightly] * (case != "weights")) for case in CASES])
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[nightly] * (case not in FAST)) for case in CASES])
 def test_the_peak_of_a_sharded_step(ranks: Processes, case: str) -> None:
     """The first rank, whose shards are the largest, has the predicted peak, with FSDP2's buffers where it has them."""
     if CASES[case].on_host and missing():
