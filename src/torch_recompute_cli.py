@@ -2,8 +2,8 @@
 
 Beside the package, because importing the package imports torch, which takes seconds; an answer about the command line
 takes none. The options are described where the commands are. `torch_recompute/commands/options.json` repeats these
-descriptions as data, of which the same parsers are made here; `tests/commands/test_cli.py` writes and compares it. A
-command line that they accept is one of `python -m torch_recompute`.
+descriptions as data, of which the same parsers are made here; `tools/options.py` writes it. A command line that they
+accept is one of `python -m torch_recompute`.
 """
 
 from __future__ import annotations
