@@ -5,8 +5,8 @@
 
 `make test` answers in minutes, so it runs the tests that are not marked `nightly`. This program runs them, then the
 marked ones folder by folder, a thousand random programs in place of three hundred, and the planted faults of
-`plant_faults.py`. What a part printed is in `test-all/`; a part that fails is shown with its last lines, and the next
-one runs.
+`plant_faults.py`; last it prints how old each committed result is. What a part printed is in `test-all/`; a part that
+fails is shown with its last lines, and the next one runs.
 
 Exit status: 0 if every part passed, 1 if one failed, 2 if no part has such a name.
 """
@@ -69,6 +69,7 @@ def parts(jobs: str) -> list[Part]:
             {**INSTALLED, "TORCH_RECOMPUTE_PROGRAMS": "1000"},
         ),
         Part("planted faults", (sys.executable, "tools/plant_faults.py", "--jobs", jobs), shown=True),
+        Part("age of results", (sys.executable, "tools/pages.py", "--stale"), shown=True),
     ]
 
 
