@@ -280,6 +280,8 @@ def test_the_budget_is_kept() -> None:
     assert store.host_bytes == 40
     handles.append(store.put(torch.zeros(10)))
     assert store.host_bytes == 80
+    handles.append(store.put(torch.zeros(5)))
+    assert store.host_bytes == 100
 
 
 @pytest.mark.parametrize("fraction", [0, 0.1, 0.25, 1 / 3, 0.5, 0.75, 0.9, 1])

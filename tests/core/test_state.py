@@ -124,6 +124,23 @@ def test_a_region_uses_state_once(make: Any) -> None:
 
 
 @each_state
+def test_state_is_put_back_besides_generators(make: Any) -> None:
+    """With `state=`, PyTorch's default generators are those of the forward in the replay, too: dropout is the same."""
+    state, use = make()
+    masks: list[torch.Tensor] = []
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        use()
+        masks.append(torch.rand(8))
+        return x.sin().exp()
+
+    y = recompute(fn, state=[state])(vector())
+    torch.rand(8)
+    y.sum().backward()
+    assert torch.equal(*masks)
+
+
+@each_state
 def test_a_saved_call_leaves_state_as_it_did(make: Any) -> None:
     """After a saved call, which is not run again, the state it used is in the replay what it was in forward."""
     state, use = make()

@@ -101,6 +101,23 @@ def totals(pool: Elastic) -> dict[str, int]:
     return {name: sum(getattr(row, name) for row in rows) for name in ("kept", "dropped", "evicted", "replayed")}
 
 
+@pytest.mark.parametrize("slack", [0.0, 0.1])
+def test_slack_stays_free(memory: Limited, slack: float) -> None:
+    """Steps take no more than the limit less `slack`, and what is below that is used."""
+    pool = Elastic(between(memory, 0.7), slack=slack, meter=memory)
+    usable = round((1 - slack) * pool.limit)
+    for spare, fits in ((0, True), (-0.1, False)):
+        memory.limit = round((1 + spare) * usable)
+        failed = 0
+        for _ in range(3):
+            try:
+                assert stepped(elastic(pool), max(LENGTHS)) == plain(max(LENGTHS))
+            except RuntimeError:
+                failed += 1
+        memory.limit = None
+        assert (failed == 0 == sum(row.run_again for row in pool.report().rows)) is fits
+
+
 @pytest.mark.parametrize("share", [1.1, 0.75, 0.5, 0.25, 0.1, 0.0])
 def test_the_limit_holds_at_every_allocation(memory: Limited, share: float) -> None:
     """Sequences of ten lengths under six limits, without slack: no step fails, gradients are plain's to the bit."""
