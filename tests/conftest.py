@@ -76,6 +76,16 @@ def free_launches() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def few_choices() -> Iterator[None]:
+    """A planner tries six choices for a kind of layer, not twenty, from the first test of a module to its last."""
+    from torch_recompute.planner import planner
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, "TRIED", 6)
+        yield
+
+
 @pytest.fixture
 def free_launches_here() -> Iterator[None]:
     """Launches take no time in a test."""

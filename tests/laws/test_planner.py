@@ -24,13 +24,12 @@ from torch_recompute.memory.loop import Loop
 from torch_recompute.plan.choice import joined
 from torch_recompute.plan.plan import Prediction
 from torch_recompute.plan.roles import inside
-from torch_recompute.planner import planner as planning
 from torch_recompute.planner.candidates import Carries, Guess, SegmentRecord, all_guesses, guesses, record
 from torch_recompute.planner.ops import Op
 from torch_recompute.planner.planner import Planner
 from torch_recompute.simulation.training_step import TrainingStep
 
-pytestmark = each_row
+pytestmark = [each_row, pytest.mark.usefixtures("few_choices")]
 
 SHARES = (0.2, 0.7)  # of the activation memory
 
@@ -78,11 +77,10 @@ class Planned:
 
 
 @pytest.fixture(scope="module")
-def planned(row: Row) -> Iterator[Planned]:
-    """A row with two layers, the first of a stack and one like those after it; few choices are tried."""
+def planned(row: Row, few_choices: None) -> Iterator[Planned]:
+    """A row with two layers, the first of a stack and one like those after it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(zoo, "LAYERS", 2)
-        patch.setattr(planning, "TRIED", 6)
         model, inputs = row.build()
         loop = Loop(hold_output=False)
         yield Planned(row.name, Planner(TrainingStep(model, (), inputs, loss=scalar_loss, device="h100", loop=loop)))

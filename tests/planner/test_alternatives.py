@@ -22,6 +22,7 @@ from torch_recompute.planner.states import Stated
 from torch_recompute.simulation.training_step import OPTIMIZERS, TrainingStep
 
 ONE_PROCESS = True
+pytestmark = pytest.mark.usefixtures("few_choices")
 STEPS: dict[str, dict[str, Any]] = {
     "over lists": {"optimizer": "adamw"},
     "fused": {"optimizer": "adamw-fused"},
@@ -50,7 +51,13 @@ def changed(keyword: str, own: Any) -> tuple[int, dict[str, Any]]:
     return TOKENS, eval(f"dict({keyword})") if optimizer is None else {"optimizer": optimizer}
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.nightly] * (name in ("over lists", "without an optimizer")))
+        for name in STEPS
+    ],
+)
 def test_each_has_the_peak_of_a_step_with_it(name: str) -> None:
     """What is said of an option is what a step simulated with it takes, with the plan that keeps the fewest bytes."""
     planner = planner_of(**STEPS[name])

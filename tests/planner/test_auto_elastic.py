@@ -17,6 +17,8 @@ from torch_recompute.simulation.devices import Roofline
 
 pytest.importorskip("numpy", reason="numpy is not installed (planning needs it)")
 
+pytestmark = pytest.mark.usefixtures("few_choices")
+
 WIDTH, ROWS, LAYERS = 32, 64, 4
 
 

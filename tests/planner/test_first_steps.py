@@ -28,6 +28,8 @@ from torch_recompute.planning import plan_first_call
 
 pytest.importorskip("numpy", reason="numpy is not installed (planning needs it)")
 
+pytestmark = pytest.mark.usefixtures("few_choices")
+
 ONE_PROCESS = True
 WIDTH, LAYERS = 32, 4
 

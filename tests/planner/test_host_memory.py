@@ -24,6 +24,8 @@ from torch_recompute.planner.prices import Roofline
 from torch_recompute.simulation.training_step import TrainingStep
 from torch_recompute.stores import Bandwidth
 
+pytestmark = pytest.mark.usefixtures("few_choices")
+
 X = torch.randn(512, 16)
 INPUT = X.nbytes
 FAST = Roofline("fast link", {1: 1e9}, 1e18, 1e-12, host_link=1e15, kind="cuda")

@@ -27,6 +27,8 @@ from torch_recompute.integrations.policies import check_loop
 from torch_recompute.memory.loop import Loop
 from torch_recompute.simulation.training_step import any_loss
 
+pytestmark = pytest.mark.usefixtures("few_choices")
+
 SEEN = 64  # bytes: numbers that an optimizer makes where no mode watches
 VOCABULARY = 4096
 
@@ -135,11 +137,11 @@ def test_casts_of_a_replay_are_gone_with_it() -> None:
 
 
 def llama(**switches: Any) -> tuple[nn.Module, dict[str, Any], Callable[[Any], torch.Tensor]]:
-    """A Llama of four layers, whose configuration and checkpointing are as a user has left them."""
+    """A Llama of two layers, whose configuration and checkpointing are as a user has left them."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=64, num_hidden_layers=4, use_cache=switches.get("use_cache", True), **sizes)
+    config = LlamaConfig(vocab_size=64, num_hidden_layers=2, use_cache=switches.get("use_cache", True), **sizes)
     model, ids = LlamaForCausalLM(config).train(), torch.zeros(4, 64, dtype=torch.long)
     if "checkpoint" in switches:
         model.activation_checkpointing_enable({"use_reentrant": switches["checkpoint"]})

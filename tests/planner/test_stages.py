@@ -27,6 +27,8 @@ from torch_recompute.planner.stage_runs import StageRun, StageRunner
 from torch_recompute.simulation import Moment
 from torch_recompute.simulation.training_step import TrainingStep
 
+pytestmark = pytest.mark.usefixtures("few_choices")
+
 PATHS = [f"layers.{i}" for i in range(8)]
 
 

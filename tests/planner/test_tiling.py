@@ -23,10 +23,11 @@ from torch_recompute.simulation.fused import fuse
 from torch_recompute.simulation.training_step import TrainingStep
 
 ONE_PROCESS = True
+pytestmark = pytest.mark.usefixtures("few_choices")
 SMALL: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 256,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": 1500,
@@ -40,7 +41,7 @@ BATCH = {"input_ids": IDS, "labels": IDS.index_fill(1, torch.arange(40), -100), 
 def model(kind: str = "llama") -> Any:
     torch.manual_seed(0)
     if kind == "gemma":
-        fields = {**SMALL, "num_hidden_layers": 2, "head_dim": 8, "attn_implementation": "eager"}
+        fields = {**SMALL, "head_dim": 8, "attn_implementation": "eager"}
         return Gemma2ForCausalLM(Gemma2Config(**fields))
     return LlamaForCausalLM(LlamaConfig(**SMALL))
 
@@ -63,13 +64,18 @@ def real_step(kind: str, plan: Plan) -> tuple[dict[str, Any], int, Away]:
     return {name: weight.grad for name, weight in net.named_parameters()}, m.peak_bytes, store
 
 
+plain_step = functools.cache(functools.partial(real_step, plan=Plan()))
+
+
 def least(found: Planner) -> Plan:
     """The plan with the smallest peak."""
     return found.plan(found.least[1].peak_bytes)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma"])
-@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "offload"),
+    [("llama", False), ("llama", True), ("gemma", False), pytest.param("gemma", True, marks=pytest.mark.nightly)],
+)
 def test_the_promise_is_kept_with_tiles(kind: str, offload: bool) -> None:
     """The least plan with tiles takes to the byte what it promises, less than without, with the step's gradients."""
     tiled, whole = planner(kind, tiles=True, offload=offload), planner(kind, offload=offload)
@@ -83,7 +89,7 @@ def test_the_promise_is_kept_with_tiles(kind: str, offload: bool) -> None:
     assert any(choice.store == "host" for choice in plan) == (offload and kind == "llama")
     assert plan.prediction.peak_bytes < 0.7 * whole.least[1].peak_bytes
     gradients, peak, store = real_step(kind, plan)
-    plain, before, _ = real_step(kind, Plan())
+    plain, before, _ = plain_step(kind)
     assert peak == plan.predicted_peak_bytes
     assert before == plan.prediction.plain_peak_bytes
     assert store.most == plan.prediction.host_bytes
@@ -131,10 +137,22 @@ def test_a_stated_configuration_in_tiles() -> None:
     assert real_step("llama", tiled.plan)[1] == tiled.peak_bytes
 
 
-def test_mlps_of_fused_layers_are_in_tiles() -> None:
-    """Kernels that have a row for each token are known to act on tokens; no stated peak is below the least plan's."""
+def fused() -> Any:
     net = copy.deepcopy(model())
     fuse(net)
+    return net
+
+
+def test_mlps_of_fused_layers_are_in_tiles() -> None:
+    """Kernels that have a row for each token are known to act on tokens."""
+    (stated,) = peaks(fused(), BATCH, recompute="full", device="h100", tiles=True)
+    assert any(choice.tiles and not choice.with_loss for choice in stated.plan)
+
+
+@pytest.mark.nightly
+def test_no_stated_peak_of_fused_layers_is_below_the_least_plans() -> None:
+    """A plan has MLPs of fused layers in tiles, too, where that lowers the peak."""
+    net = fused()
     found = Planner(TrainingStep(net, (), BATCH, device="h100", loop=Loop()), leave=Leave(tiles=True))
     assert any(choice.tiles and not choice.with_loss for choice in least(found))
     (stated,) = peaks(net, BATCH, recompute="full", device="h100", tiles=True)
@@ -157,7 +175,7 @@ def test_an_mlp_that_may_mix_tokens_is_named() -> None:
         plan = make_plan(net, kwargs=BATCH, budget=0, device="h100", tiles=True)
         assert not any(choice.tiles and not choice.with_loss for choice in plan)
         assert plan.prediction is not None
-        why = "not model.layers.0.mlp and 2 more: aten.mean.dim is not known to act on each token alone"
+        why = "not model.layers.0.mlp and 1 more: aten.mean.dim is not known to act on each token alone"
         assert why in plan.prediction.tiled
         assert f"in tiles: {why}" in str(plan)
     (stated,) = peaks(net, BATCH, recompute="full", device="h100", tiles=True)
