@@ -207,7 +207,7 @@ FAULTS = (
         "identity, whole = _torch.storage_id(tensor), tensor.untyped_storage()",
         "identity, whole = id(tensor), tensor.untyped_storage()",
         "weights that are views of one memory count once each: the peak is too high",
-        "memory/test_simulate.py planner/test_unusual_layers.py planner/test_predicted_peak.py",
+        "memory/test_simulate.py planner/test_odd_models.py planner/test_predicted_peak.py",
     ),
     Fault(
         "gradients-nobody-clears",

@@ -606,7 +606,7 @@ def evidence() -> str:
             f"{verdicts['said']} said to be uncertain, **{verdicts['wrong']} wrong**",
             "python benchmarks/catalogue.py",
         ),
-        ("unusual layers", f"{tests['unusual_layers']} tests", "pytest tests/planner/test_unusual_layers.py"),
+        ("odd models and layers", f"{tests['odd_models']} tests", "pytest tests/planner/test_odd_models.py"),
         ("laws of the planner", f"{tests['planner_laws']} tests", "pytest tests/laws/test_planner.py"),
         ("other systems' calls", f"{tests['others']} tests", "pytest tests/compat"),
         ("DDP, FSDP2, tensor and pipeline ranks", f"{tests['ranks']} tests on gloo", "pytest tests/distributed"),
