@@ -24,6 +24,7 @@ COMMANDS = {
     "bench": "measure what recomputation saves and costs",
     "show": "the parts of a model, and the labels that match each",
     "plan": "a plan for a budget of memory: what to keep, what to recompute, what the step takes",
+    "calibrate": "measure the host of a device, by whose launches plans predict seconds",
     "verify": "run a step with a plan and without it, and compare gradients, random states, buffers and routing",
     "doctor": "why a model is still out of memory, slow or wrong: findings, how each was confirmed, and what to write",
     "report": "a plan to look at: memory over the step, what other budgets would cost, the placements",

@@ -63,7 +63,7 @@ def launching_free() -> Iterator[None]:
     from torch_recompute.simulation import devices
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(devices.HOSTS, "slow", devices.Host("free", apart=True))
+        patch.setitem(devices.HOSTS, "typical", devices.Host("free", apart=True))
         forget_plans()
         yield
     forget_plans()

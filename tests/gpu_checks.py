@@ -955,6 +955,17 @@ def elastic(on: str) -> str:
     return f"peak {found / most:.0%} of plain's; {net}; {said}"
 
 
+@check("the host of the device")
+def host(on: str) -> str:
+    """Its figures, as `torch-recompute calibrate` writes them, beside those of the host of plans by name."""
+    from torch_recompute.planner.prices import measured_host
+    from torch_recompute.simulation.devices import TYPICAL
+
+    found = measured_host(torch.device(on))
+    assert 1e-6 < found.operation < found.region < 0.1, found
+    return f"measured{found}, calls {1e6 * found.call:.0f}, watched {1e6 * found.watched:.1f}; {TYPICAL}"
+
+
 @check("the tests that are marked gpu", acts=False)
 def marked(on: str) -> str:
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", str(HERE), "-p", "no:cacheprovider"]

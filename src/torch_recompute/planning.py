@@ -38,7 +38,7 @@ from .planner.planner import Planner
 from .planner.profile import Profile
 from .planner.sizes import Lengths, calls_of, plan_sizes
 from .region import checked_pool
-from .simulation.devices import Roofline
+from .simulation.devices import GivenHost, Host, Roofline, host_of, typical
 from .simulation.recording import LedgerMeter
 from .simulation.step import simulate_step
 from .simulation.training_step import (
@@ -68,6 +68,7 @@ def profile(
     hold_output: bool = True,
     accumulate: int = 1,
     set_to_none: bool = True,
+    host: GivenHost = "typical",
 ) -> Profile:
     """Returns what a training step costs, segment by segment and choice by choice, as data for `solve`.
 
@@ -93,12 +94,14 @@ def profile(
         hold_output: Whether the loop holds the model's output through backward, see `simulate`, as the next two.
         accumulate: How many forwards and backwards come before the optimizer's step. Seconds are those of all.
         set_to_none: Whether gradients are gone when forward begins.
+        host: What launches the operations of the device, where that is no CPU: "typical", "slow" (the slowest that was
+            seen), or a file that `torch-recompute calibrate FILE` has written on the machine of the device.
 
     Raises:
         ArgumentError: See `simulate`, also on `loss`; or the model has no part that could be recomputed.
     """
     loop = Loop(hold_output, accumulate, set_to_none)
-    step = TrainingStep.of("profile", model, args, kwargs, loss, optimizer, device, loop)
+    step = TrainingStep.of("profile", model, args, kwargs, loss, optimizer, device, loop, host)
     with at_work(f"profiling {type(model).__name__}"):
         return Planner(step, leave=Leave.of(offload, host_bandwidth, tiles)).profile
 
@@ -122,6 +125,7 @@ def auto(
     replan: bool = True,
     elastic: bool | Elastic = False,
     sizes: Sequence[int] | str = (),
+    host: GivenHost = "typical",
 ) -> Applied:
     """Plans for a budget, applies the plan, prints one sentence, and returns the handle.
 
@@ -165,6 +169,7 @@ def auto(
             simulated for this batch and learned in the steps, of which the first recomputes all.
         sizes: Lengths of sequences, as for `make_plan`; the batch is cut, or repeated, to each.
             With `elastic`, the plan is for the longest, and what regions take is simulated for each.
+        host: What launches the operations of a device that is no CPU, as for `profile`.
 
     Returns:
         The handle of `apply`; its `plan` is the plan that is in the model now, `history` all of them.
@@ -176,9 +181,9 @@ def auto(
     """
     loop, asked, sizes = Loop(hold_output, accumulate, set_to_none), read_budget(budget), _sizes("auto", sizes)
     memory, leave = _memory(elastic, asked, offload, sizes), Leave.of(offload, host_bandwidth, tiles)
-    step = TrainingStep.of("auto", model, batch, kwargs, loss, optimizer, device, loop)
+    step = TrainingStep.of("auto", model, batch, kwargs, loss, optimizer, device, loop, host)
     apply(model, Plan()).remove()  # refuses what could not be applied afterwards
-    planning = _Planning(model, asked, step.loss, step.optimizer, device, leave, loop, memory, sizes)
+    planning = _Planning(model, asked, step.loss, step.optimizer, device, leave, loop, memory, sizes, step.host)
     if memory is not None:
         budget = 0  # what the plan in the file is for
     file = None if cache is None else PlanFile(cache, made_for(step, budget, leave, sizes))
@@ -257,6 +262,7 @@ class _Planning:
     loop: Loop = COMMON
     memory: Elastic | None = None
     sizes: Sequence[int] | str = ()
+    host: Host = field(default_factory=typical)
     _rehearsed: list[Applied] = field(default_factory=list[Applied])
     _others: int | None = None  # bytes that were alive beside the step when it was first planned
     _shared: int = 0  # the limit that a share was last taken to mean
@@ -275,7 +281,8 @@ class _Planning:
             length = Lengths(parameters(self.model), *call).length
             self.sizes = [*self.sizes, length] if length > max(self.sizes) else self.sizes
         if not draws:
-            return self.found(TrainingStep(self.model, *call, self.loss, self.optimizer, self.device, self.loop))
+            how = self.loss, self.optimizer, self.device, self.loop
+            return self.found(TrainingStep(self.model, *call, *how, host=self.host))
         forget()
         with generators_as_before(), all_layers(self.model):
             for ambient, state in draws:
@@ -459,6 +466,7 @@ if TYPE_CHECKING:
         set_to_none: bool
         compiled: bool
         ranks: Ranks
+        host: GivenHost
 
 
 def peaks(
@@ -478,6 +486,7 @@ def peaks(
     tiles: bool = False,
     budget: int | str | None = None,
     longest: bool | str = False,
+    host: GivenHost = "typical",
 ) -> ConfiguredSteps:
     """Returns the peak of a training step under configurations that are stated, and what it is made of.
 
@@ -509,13 +518,14 @@ def peaks(
         budget: With `longest`: bytes, as a number or text as "80GB", or "fit".
         longest: Whether each configuration is that of the longest sequence that the budget holds, as the call is made
             longer or shorter; or "batch", of the largest batch. Its `most` is that length, or number of items.
+        host: What launches the operations, as for `profile`.
 
     Raises:
         ArgumentError: A configuration is none, or matches nothing in the model; or see `simulate`.
         BudgetError: Not one token, or not one item, fits into the budget.
     """
     loop = Loop(hold_output, accumulate, set_to_none)
-    step = TrainingStep.of("peaks", model, args, kwargs, loss, optimizer, device, loop)
+    step = TrainingStep.of("peaks", model, args, kwargs, loss, optimizer, device, loop, host)
     plans, leave = configurations("recompute", recompute, step), Leave.of(offload, host_bandwidth, tiles)
     if (budget is None) == bool(longest):
         raise errors.ArgumentError(errors.goes_with(*(("longest=", "budget=") if longest else ("budget=", "longest="))))
@@ -574,6 +584,7 @@ def make_plan(
     set_to_none: bool = True,
     compiled: bool = False,
     ranks: Ranks | None = None,
+    host: GivenHost = "typical",
 ) -> Plan | StagePlans:
     """Returns a plan for a budget of memory: what to keep, what to recompute, and what the step will take.
 
@@ -625,6 +636,7 @@ def make_plan(
             `optimizer` makes one of a list of parameters. `model` is the whole model; the call is one that a rank
             makes. With `fsdp`, layers and what is left are sharded as by `fully_shard(layer)` and
             `fully_shard(model)`. Not with `stages`, `sizes` and `compiled`.
+        host: What launches the operations of a device that is no CPU, as for `profile`. Not with `compiled`.
 
     Returns:
         The plan, with its prediction; with `stages`, the plans of all stages, the same on every rank if prices are
@@ -643,10 +655,11 @@ def make_plan(
         call = call_of("make_plan", model, args, kwargs, a_module=True)
     loop = Loop(hold_output, accumulate, set_to_none)
     given = {"compiled": compiled, "stages": stages is not None, "sizes": bool(sizes or longest), "tiles": bool(tiles)}
+    given |= {"host": host != "typical"}
     _refuse({**given, "offload": offload is not False, "loop": loop != COMMON, "ranks": ranks is not None})
-    leave = Leave.of(offload, host_bandwidth, tiles)
+    leave, launcher = Leave.of(offload, host_bandwidth, tiles), host_of(host)
     update = optimizer_of("make_plan", optimizer, model)
-    step = TrainingStep(_of_one_rank(model, ranks), *call, loss, update, device, loop, ranks or ALONE)
+    step = TrainingStep(_of_one_rank(model, ranks), *call, loss, update, device, loop, ranks or ALONE, launcher)
     with at_work(f"planning {type(model).__name__}"):
         if stages is not None:
             from .planner.pipeline import plan_stages
@@ -737,6 +750,13 @@ NOT_WITH = (
         "make_plan(compiled=True) plans one graph with everything on its device, and was given stages, sizes, "
         "offload or tiles as well.\n"
         "  Leave these out, or make the plan without compiled=True: its regions hold in compiled models, too.",
+    ),
+    (
+        "compiled",
+        {"host"},
+        "make_plan was given compiled=True and a host; a compiled graph is launched by code of its own, whose time is "
+        "not counted.\n"
+        "  Leave host out.",
     ),
     (
         "ranks",

@@ -27,7 +27,7 @@ from frontier.config import Config
 
 from support.acted import Terminal
 from torch_recompute import Choice, Plan, audit, simulate, verify
-from torch_recompute.commands import bench, cli, demo, demo_elastic, output
+from torch_recompute.commands import bench, calibrate, cli, demo, demo_elastic, output
 from torch_recompute.commands.output import Output, document
 from torch_recompute.doctor import examine
 from torch_recompute.errors import ArgumentError, text
@@ -102,6 +102,12 @@ COMMANDS = (
         "--recompute nothing",
     ),
     Command(
+        "calibrate host.json --device cpu",
+        "operation_seconds replayed_seconds region_seconds call_seconds watched_seconds launch_seconds date processor "
+        "device torch note",
+        "--device tpu",
+    ),
+    Command(
         "verify support.nondeterministic:pair --plan plan.json",
         "asked model device regions passed counts noise differences likely tried",
         "--device tpu",
@@ -142,6 +148,7 @@ COMPUTING = (
     (discard, "compare"),
     (frontier, "run"),
     (bench, "run"),
+    (calibrate, "measured_host"),
 )
 
 

@@ -130,7 +130,7 @@ def test_a_plan_with_host_memory_is_the_one_that_was_promised() -> None:
 
 def test_a_host_that_is_slower_than_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where launches take longer than what is launched, the promise is of these, and a note says so."""
-    monkeypatch.setitem(devices.HOSTS, "slow", devices.Host(operation=1e-3, replayed=1e-3, apart=True))
+    monkeypatch.setitem(devices.HOSTS, "typical", devices.Host(operation=1e-3, replayed=1e-3, apart=True))
     model, args = pair()
     plan = make_plan(model, args, budget=0.4, optimizer=torch.optim.AdamW, device="h100", loss=mean_loss)
     (note,) = seen(plan, points=0).data["notes"]

@@ -116,9 +116,9 @@ def test_seconds_are_those_of_a_plan() -> None:
 def test_replays_cost_what_they_add_to_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the host launches replays while the device computes the rest, they cost no more than the step is longer."""
     call: dict[str, Any] = {"recompute": "none,full", "loss": mean_loss, "device": "h100"}
-    monkeypatch.setitem(devices.HOSTS, "slow", devices.Host(apart=True))
+    monkeypatch.setitem(devices.HOSTS, "typical", devices.Host(apart=True))
     alone = peaks(model(), batch(), **call).named("full").replay_seconds
-    monkeypatch.setitem(devices.HOSTS, "slow", devices.Host(region=0.5 * alone, apart=True))
+    monkeypatch.setitem(devices.HOSTS, "typical", devices.Host(region=0.5 * alone, apart=True))
     found = peaks(model(), batch(), **call)
     none, full = found.named("none"), found.named("full")
     assert full.replay_seconds == pytest.approx(full.step_seconds - none.step_seconds)

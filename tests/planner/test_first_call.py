@@ -281,6 +281,7 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "another optimizer": (lambda call: call.update(optimizer="adamw"), "the optimizer"),
     "another budget": (lambda call: call.update(budget=0.5), "the budget"),
     "another loop": (lambda call: call.update(hold_output=False), "the training loop"),
+    "another host": (lambda call: call.update(host="slow"), "the host that launches operations, host="),
     "another device": (lambda call: call.update(device="a100"), "the device, or the version of torch"),
 }
 

@@ -167,8 +167,8 @@ def test_no_plan_costs_less_than_the_bound_whoever_is_slower(
     [
         # As without a host: the cheaper half of twelve operations of 0 to 11 seconds is run again.
         (Host(replayed=1.0, apart=True), Work(device=9.0), 15.0),
-        # The host decides: each of six launches takes 4 seconds, and a region 3.
-        (Host(replayed=4.0, region=3.0, apart=True), Work(device=0.0, launched=0), 27.0),
+        # The host decides: of twelve launches of 12 seconds each, and of a region of 3, a linear program takes half.
+        (Host(replayed=12.0, region=3.0, apart=True), Work(), 73.5),
         # The device is 20 seconds ahead of it, which its launches use up.
         (Host(replayed=4.0, region=3.0, apart=True), Work(device=20.0), 15.0),
         # Both, on a CPU.

@@ -232,7 +232,8 @@ def test_what_a_region_takes_is_measured_once(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(prices, "_seconds", lambda *_: pytest.fail("it is measured again"))
     assert Measured(CPU).host == host
     monkeypatch.setattr(prices, "_overhead", lambda _: Host(region=2e-4, replayed=1e-5, call=75e-6))
-    assert first.timing.endswith("cpu, 0.20 ms per region, 75 us per kept call and 10 us per replayed operation")
+    words = "cpu, 0.20 ms per region, 75 us per kept call and 10 us per replayed operation"
+    assert first.timing_with_regions == f"operations timed one by one on {words}"
 
 
 def test_what_a_region_takes_is_measured_under_no_mode(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from torch_recompute.planner.rank_memory import RankMemory, StageBytes
 from torch_recompute.planner.schedules import one_f_one_b, schedule_steps
 from torch_recompute.planner.stage_runs import StageRun, StageRunner
 from torch_recompute.simulation import Moment
+from torch_recompute.simulation.devices import DEVICES
 from torch_recompute.simulation.training_step import TrainingStep
 
 pytestmark = pytest.mark.usefixtures("few_choices")
@@ -215,7 +216,7 @@ def test_every_layout_has_a_plan_or_a_sentence(layers: int) -> None:
     profile = SimpleNamespace(costs=costs)
     for pp, vpp in product(range(2, 6), range(1, 5)):
         known = SimpleNamespace(
-            profile=profile, known=Known(), step=SimpleNamespace(ranks=Ranks()), paths=[], price=lambda op: 0.0
+            profile=profile, known=Known(), step=SimpleNamespace(ranks=Ranks()), paths=[], price=DEVICES["h100"]
         )
         pipeline = Layout(Ranks(pp=pp, vpp=vpp)).pipeline(layers)
         for rank in Imagined(known, pipeline, None, megatron=True).ranks:  # type: ignore[arg-type]

@@ -119,7 +119,7 @@ from torch_recompute.planner.solve import choose
 from torch_recompute.planner.tensor_parallel import divided, rank_model
 from torch_recompute.simulation import simulate_step
 from torch_recompute.simulation.copies import Faker
-from torch_recompute.simulation.devices import Roofline
+from torch_recompute.simulation.devices import HOST_FIGURES, Roofline
 from torch_recompute.simulation.ring import over_ring
 from torch_recompute.simulation.training_step import TrainingStep
 from torch_recompute.state import values
@@ -414,6 +414,16 @@ def file_of(content: object) -> Iterator[None]:
             yield
         finally:
             os.chdir(before)
+
+
+NO_HOST = dict.fromkeys((f"{name}_seconds" for name in HOST_FIGURES), "fast")
+
+
+def with_host(host: Any, text: str = "", **options: Any) -> None:
+    """Plans with a host; a text is written into its file first."""
+    if text:
+        Path(host).write_text(text)
+    make_plan(torch.nn.Linear(4, 4), (torch.ones(2, 4),), budget=0.5, loss=torch.sum, host=host, **options)
 
 
 def changes(tensor: torch.Tensor, region: Callable[..., Any], *args: Any, times: int = 1, **kwargs: Any) -> None:
@@ -1510,7 +1520,9 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     ),
     lambda: inside(patch.object(output, "find_spec", return_value=None), lambda: plans("math:sin", "--frontier")),
     lambda: output.read_plan(Path("no/plan.json")),
-    lambda: inside(patch.object(torch.cuda, "is_available", return_value=False), lambda: verify_command._device("tpu")),
+    lambda: inside(
+        patch.object(torch.cuda, "is_available", return_value=False), lambda: verify_command.device_here("tpu")
+    ),
     lambda: verifies("this_test:on_meta"),
     lambda: verifies("this_test:does_not_fit"),
     lambda: testing.assert_same_gradients(nn_linear(), (vector(),)),
@@ -1650,6 +1662,13 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: make_plan(Scale(), (vector(),), budget="1B", sizes=[(vector(),)]),
     lambda: make_plan(Scale(), budget="1B", sizes=[5.12]),
     lambda: make_plan(torch.nn.LayerNorm(4), (torch.ones(2, 4),), budget=0.5, loss=torch.mean, device="h100"),
+    lambda: with_host("slwo"),
+    lambda: with_host(42e-6),
+    lambda: inside(file_of({}), lambda: with_host("config.json", "fast")),
+    lambda: inside(file_of({}), lambda: with_host("config.json")),
+    lambda: inside(file_of(NO_HOST), lambda: with_host("config.json")),
+    lambda: with_host("slow"),
+    lambda: with_host("slow", compiled=True),
     lambda: apply(torch.nn.Sequential(torch.nn.Linear(4, 4)), Plan((), modules=(("0", "Block with 4 tensors"),))),
     lambda: make_plan(torch.nn.Linear(4, 4), (vector(),), budget=0.5, device="h300"),
     lambda: make_plan(Scale(), (torch.ones(2),), budget="1B", sizes="learn"),

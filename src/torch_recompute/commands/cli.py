@@ -19,7 +19,7 @@ from torch_recompute_cli import new_parser
 
 from .. import __version__
 from ..errors import ArgumentError, BudgetError
-from . import bench, demo, doctor, plan, report, show, verify
+from . import bench, calibrate, demo, doctor, plan, report, show, verify
 from .output import FAILED as FAILED
 from .output import INTERRUPTED, TOO_SMALL, USAGE
 from .output import OK as OK
@@ -28,7 +28,7 @@ from .output import OK as OK
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of all commands."""
     parser, commands = new_parser(__version__)
-    for module in (demo, bench, show, plan, verify, doctor, report):
+    for module in (demo, bench, show, plan, calibrate, verify, doctor, report):
         module.add_command(commands)
     return parser
 

@@ -42,7 +42,7 @@ from ..planner.layout import Layout, one_rank
 from ..planner.profile import Profile
 from ..planner.solve import frontier, planned
 from ..planner.states import STATES, Stated
-from ..simulation.devices import DEVICES, Device, connected, typical
+from ..simulation.devices import DEVICES, HOSTS, Device, connected, host_of
 from ..simulation.experts import shared_experts
 from ..simulation.fused import OPTIONS, FusedLayers, fuse
 from ..simulation.training_step import (
@@ -105,7 +105,7 @@ STATE_KINDS: Mapping[str, Any] = {
 }
 """The options of the optimizer's states and of adapters, and what they may be."""
 STEP_WORDS = (
-    *("model", "batch", "sequence", "dtype", "optimizer", "device", "layers"),
+    *("model", "batch", "sequence", "dtype", "optimizer", "device", "host", "layers"),
     *(*STATE_KINDS, *RANK_WORDS, *RANK_KINDS),
 )
 """The options that describe a step, on the command line and in the file of a plan."""
@@ -151,6 +151,16 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
         choices=(*DEVICES, "cpu"),
         metavar="NAME",
         help=f"what the seconds are of: {', '.join(DEVICES)}, cpu (h100; for a model with weights, its own)",
+    )
+
+
+def add_host_option(parser: argparse.ArgumentParser) -> None:
+    """Gives a command the option for the host of the device."""
+    parser.add_argument(
+        "--host",
+        metavar="WHICH",
+        help=f"what launches the operations of --device: {', '.join(HOSTS)} (the slowest that was seen), or a file of "
+        "torch-recompute calibrate (typical)",
     )
 
 
@@ -779,7 +789,8 @@ class AskedStep(TrainingStep):
             model = with_adapters(model, args, sharded=ranks.fully_sharded)
             layers = run_as(model, how, ranks)
         notes += () if layers is None else tuple(layers.notes)
-        words: Any = typical(), args.model, name, leave_of(args), notes, built_here, layers, again
+        host = host_of(getattr(args, "host", None) or "typical")
+        words: Any = host, args.model, name, leave_of(args), notes, built_here, layers, again
         return AskedStep(model, *call, loss, optimizer, device, loop, ranks, *words, asked_states=states_words(args))
 
     def __str__(self) -> str:

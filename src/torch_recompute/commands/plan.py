@@ -57,6 +57,7 @@ from ..planner.planner import Planner
 from ..planner.profile import Profile
 from ..planner.sent import Sent, unknown_network
 from ..planner.states import Stated
+from ..simulation.devices import host_of
 from ..simulation.experts import expert_paths, shared_experts
 from ..simulation.training_step import OPTIMIZERS, USUAL, elements, states_of
 from . import models
@@ -118,6 +119,7 @@ def add_command(commands: Any) -> None:
     )
     most.add_argument("--largest-batch", action="store_true", help="the largest batch that the budget holds, likewise")
     models.add_step_options(parser)
+    models.add_host_option(parser)
     parser.add_argument("--layers", metavar="HOW", help=models.LAYER_WORDS)
     models.add_state_options(parser)
     models.add_loop_options(parser)
@@ -686,7 +688,7 @@ class _OnRanks:
         if mbs is not None:
             layout = replace(layout, mbs=mbs, batch=layout.microbatches * layout.ranks.batches * mbs)
         device = models.device_of(args, "h100")
-        words = args.optimizer, device, self.kept, models.leave_of(args)
+        words = args.optimizer, device, self.kept, models.leave_of(args), host_of(args.host or "typical")
         return kind(self.model, args.model, layout, tokens or self.tokens, *words)
 
     @property

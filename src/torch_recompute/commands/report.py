@@ -143,6 +143,7 @@ def add_command(commands: Any) -> None:
     )
     models.add_batch_options(parser)
     models.add_step_options(parser)
+    models.add_host_option(parser)
     out.add_options(parser, command, plot="the step and the curve", as_well="--png")
 
 
@@ -194,7 +195,7 @@ def _step(args: argparse.Namespace, task: Any) -> argparse.Namespace:
             )
         states = {name: allowed for name, allowed in STATE_KINDS.items() if allowed is not str}
         known: dict[str, Any] = {"dtype": DTYPES, "optimizer": OPTIMIZERS, "device": (*DEVICES, "cpu"), **states}
-        kinds = {**dict.fromkeys(("model", "layers", "lora"), str), **RANK_KINDS}
+        kinds = {**dict.fromkeys(("model", "host", "layers", "lora"), str), **RANK_KINDS}
         kinds |= dict.fromkeys(("batch", "sequence", *RANK_WORDS), int)
         for name, word in words.items():
             if not (word in known[name] if name in known else type(word) is kinds.get(name)):

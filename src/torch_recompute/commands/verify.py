@@ -70,7 +70,7 @@ def _built(args: argparse.Namespace) -> tuple[nn.Module, tuple[Any, ...], dict[s
     """Returns the model with weights, and its call."""
     model, (given, named), _, built_here = load_with_batch(args)
     if built_here:
-        device = _device(args.device)
+        device = device_here(args.device)
         _check_size(args.model, model, named, device)
         named = random_batch(named, model, device)
         with torch.random.fork_rng(devices=[]):
@@ -86,7 +86,8 @@ def _built(args: argparse.Namespace) -> tuple[nn.Module, tuple[Any, ...], dict[s
     return model, given, named
 
 
-def _device(word: str | None) -> str:
+def device_here(word: str | None) -> str:
+    """Returns the device of this machine that a command line names, or the default."""
     here = torch.cuda.is_available()
     if word is None:
         return "cuda" if here else "cpu"

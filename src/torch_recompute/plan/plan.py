@@ -55,6 +55,7 @@ WORDS: Mapping[str, str] = {
     "of optimal": "a bound: no choice of what to keep and recompute within this budget makes the step faster by more",
     "about the": "why a plan may not reach the bound",
     "seconds:": "where the times are from",
+    "host:": "the process that launches what the device computes (host=): a step takes no less than that",
     "assumed:": "what could not be known of the step, and is not in the peak or only guessed",
     "(not counted:": "operations that are not known to take nothing while they run, on a device that is not here to be "
     "asked; the share is that of a copy of their arguments and results",
@@ -95,6 +96,7 @@ CHOICE_WORDS: Mapping[str, str] = {
 }
 """The words of any other plan."""
 WIDE = 0.05  # a gap that a reader will ask about
+WAITS = 0.1  # the share of a step in which a device waits for its host that a reader has to know
 _OPTIONAL = ("prediction", "modules", "sizes", "graph_bytes")
 
 
@@ -187,6 +189,10 @@ class Prediction:
             limit; the step does not fit where this is above the limit.
         cache_flushes: With "fit" how often at most a later step empties its cache to stay within the limit; None
             elsewhere, and with expandable segments, where that is not known.
+        host: What launches the operations; "" where a CPU does that itself, or the seconds are of single operations.
+        waiting_seconds: Of the step, those in which the device waits for its host.
+        on_slow_host: What a slow host would do to it, in words; "" where it would still be before recomputing every
+            layer.
     """
 
     budget_bytes: int
@@ -213,6 +219,9 @@ class Prediction:
     room_bytes: int = 0
     limited_bytes: int = 0
     cache_flushes: int | None = None
+    host: str = ""
+    waiting_seconds: float = 0.0
+    on_slow_host: str = ""
 
     @property
     def gap(self) -> float:
@@ -223,6 +232,14 @@ class Prediction:
     def reserves(self) -> str:
         """The bytes that the allocator reserves, beside the most that it may, in words; "" without such a limit."""
         return in_brief(self.reserved_bytes, self.room_bytes, self.limited_bytes)
+
+    @property
+    def of_host(self) -> tuple[str, ...]:
+        """What is to be said of the host, in words: how long the device waits for it, and what a slow one would do."""
+        share = self.waiting_seconds / self.step_seconds if self.step_seconds else 0.0
+        waits = f"the device waits for its host ({self.host}) for {share:.0%} of the step: torch.compile or CUDA graphs"
+        waits += " would gain more than any plan"
+        return tuple(filter(None, (waits if share > WAITS else "", self.on_slow_host)))
 
     def summary(self, choices: Sequence[Choice]) -> str:
         """One sentence on the step under some choices: its peak, its time, what is recomputed, and what is reserved."""
@@ -273,6 +290,7 @@ class Prediction:
             )
         if self.timing:
             head.append(f"seconds: {self.timing}")
+        head += [f"host: {words}" for words in self.of_host]
         head += [f"in tiles: {words}" for words in self.tiled]
         head += [f"assumed: {words}" for words in self.assumed]
         unit, name = errors.unit_of(max((max(line.saved_bytes, line.freed_bytes) for line in self.lines), default=0))

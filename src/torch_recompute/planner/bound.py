@@ -20,7 +20,8 @@ A segment takes the longer of the seconds of its device and those of its host (`
 over operations. But no schedule takes less than any mean of both sides, so of a kind of segment an operation costs a
 share of its seconds on the device and the rest of those of its launch; less what the mean is below the longer side of
 the plain segment. The share is the one that makes the bound highest. A segment that runs anything again also pays for
-its part of a region, around as many segments as one option takes; kept calls and the search for them cost nothing here.
+its part of a region, around as many segments as an option of its kind may take; kept calls and the search for them cost
+nothing here.
 
 Assumed: all of forward comes before all of backward; what is saved is saved as it is; the operations are those that
 were profiled; what else is alive in the backward of a segment is there throughout. A segment without a graph counts
@@ -145,7 +146,6 @@ def _cheapest(
     made: dict[tuple[str, bool, bool, float], MinCut] = {}
 
     means: dict[tuple[str, float], _Mean] = {}
-    span = max((option.span for kind in costs.kinds.values() for option in kind.options), default=1)
 
     def of(index: int, output: bool, input: bool) -> MinCut:
         kind, part = costs.segments[index].kind, share if index < before else 1.0
@@ -155,7 +155,7 @@ def _cheapest(
             cut = _NOTHING
             if graph is not None:
                 if (kind, part) not in means:
-                    means[kind, part] = _mean(costs.kinds[kind], graph, costs.host, span, price, weight * part)
+                    means[kind, part] = _mean(costs.kinds[kind], graph, costs.host, price, weight * part)
                 mean, region, below = means[kind, part]
                 cut = cheapest(mean, price, output, input, weight * part, region).plus(MinCut(-below, 0))
             made[key] = MinCut(cut.seconds * part, cut.bytes)
@@ -182,14 +182,14 @@ class _Mean(NamedTuple):
     below: float
 
 
-def _mean(kind: Kind, graph: Graph, host: Host, span: int, price: float, weight: float) -> _Mean:
-    """The mean of device and host that bounds a kind highest, with regions around at most so many segments.
+def _mean(kind: Kind, graph: Graph, host: Host, price: float, weight: float) -> _Mean:
+    """The mean of device and host that bounds a kind highest.
 
     The share of the device is found for a segment whose input is there and whose output need not be. All segments of a
     kind have the same, so that the bound holds for several under one region, too.
     """
     device, launches = kind.work.device, host.launches(kind.work)
-    longer, region = max(device, launches), host.region / span
+    longer, region = max(device, launches), host.region / max(option.span for option in kind.options)
 
     def mean(of_device: float, of_host: float) -> _Mean:
         nodes = (

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from .. import errors
-from ..plan.choice import Choice
+from ..plan.choice import VALUES_UNUSED, Choice
 from ..simulation.devices import ITSELF, NO_WORK, Host, Work
 
 
@@ -60,6 +60,13 @@ class Option:
     def offload(self) -> bool:
         """Returns whether its regions are none: what they save is in the store, and not recomputed."""
         return any(choice.offload for choice in self.regions)
+
+    @property
+    def is_full(self) -> bool:
+        """Returns whether it recomputes all of one segment, and keeps no call for its values."""
+        (region, *others) = self.regions or (Choice(()),)
+        plain = not (others or region.tiles or region.store or region.nested)
+        return plain and region.paths == ("",) and all(kept.calls == VALUES_UNUSED for kept in region.kept)
 
     @property
     def nested(self) -> bool:
@@ -111,7 +118,8 @@ class Kind:
     """Segments that are the same except for their weights.
 
     Attributes:
-        options: The ways to treat one, none of which another equals or beats in everything; the first is "no region".
+        options: The ways to treat one, none of which another equals or beats in everything, but for a region around
+            all of it; the first is "no region".
         graph: Its operations; None if unknown, and then the bound counts nothing for it.
         work: Of one in a step without recomputation.
     """
@@ -339,6 +347,23 @@ def _of_graph(graph: Graph) -> Iterator[str]:
 
 def _are_bytes(*values: object) -> bool:
     return all(isinstance(value, int) and value >= 0 for value in values)
+
+
+def launched_by(costs: Costs, host: Host) -> Costs:
+    """The costs where another host launches the operations."""
+    own = costs.host
+
+    def option_of(option: Option, kind: Kind) -> Option:
+        plain = kind.work.times(option.span)
+        more = host.added(plain, option.work) - own.added(plain, option.work)
+        return replace(option, seconds=option.seconds + more)
+
+    kinds = {
+        name: replace(kind, options=tuple(option_of(option, kind) for option in kind.options))
+        for name, kind in costs.kinds.items()
+    }
+    seconds = sum(host.seconds(part) - own.seconds(part) for part in costs.parts)
+    return replace(costs, kinds=kinds, step_seconds=costs.step_seconds + seconds, host=host)
 
 
 def for_all(option: Option, times: int) -> Option:

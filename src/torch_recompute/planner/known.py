@@ -28,7 +28,7 @@ import sys
 import types
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -255,6 +255,7 @@ CHANGED = {
     "sizes": "sizes",
     "settings": "autocast, another setting of PyTorch, offload=, host_bandwidth= or tiles=",
     "device": "the device, or the version of torch",
+    "host": "the host that launches operations, host=",
 }
 """The parts of a step that a plan in a file was made for, in words."""
 
@@ -286,6 +287,7 @@ def made_for(step: TrainingStep, budget: object, leave: Leave, sizes: Sequence[i
         "loop": step.loop.words,
         "settings": _hash(split_settings(settings())[0], torch.get_default_dtype(), leave),
         "device": full_name(device) if isinstance(device, torch.device) else f"{device}, torch {torch.__version__}",
+        "host": asdict(step.host),
         **({"sizes": sizes if isinstance(sizes, str) else [*sizes]} if sizes else {}),
     }
 

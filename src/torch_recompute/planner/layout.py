@@ -34,7 +34,7 @@ from ..memory.measurement import weights_of
 from ..plan.apply import apply
 from ..plan.plan import Plan
 from ..plan.ranks import Ranks
-from ..simulation.devices import Device
+from ..simulation.devices import Device, Host, typical
 from ..simulation.step import simulate_step, where_it_runs
 from ..simulation.training_step import OPTIMIZERS, TrainingStep, any_loss
 from .configurations import (
@@ -374,6 +374,7 @@ class LayoutRanks:
         device: See `profile`.
         kept: The states of "adamw", and whether they are in host memory.
         leave: What plans may use besides recomputation; of host memory that of each rank.
+        host: What launches the operations of each rank.
 
     Raises:
         ArgumentError: The model cannot be spread so.
@@ -389,13 +390,16 @@ class LayoutRanks:
         device: Device,
         kept: Stated = USUALLY,
         leave: Leave = NO_LEAVE,
+        host: Host | None = None,
     ) -> None:
         self.layout, self.tokens, self._optimizer, self._of = layout, tokens, (optimizer, kept), (model, word, device)
-        self.leave = leave
+        self.leave, self.host = leave, host or typical()
         part, self.paths, batch = one_rank(model, word, layout.ranks, layout.mbs, tokens)
         self.cut = layout.pipeline(len(self.paths))
         loop = Loop(hold_output=False)
-        self.step = TrainingStep(part, (), batch, any_loss, device=device, loop=loop, ranks=layout.ranks)
+        self.step = TrainingStep(
+            part, (), batch, any_loss, device=device, loop=loop, ranks=layout.ranks, host=self.host
+        )
         self._sharded = layout.ranks.fully_sharded  # which torch's runtime runs
         make = OPTIMIZERS[optimizer] if not kept.states else Stated(states=kept.states)
         self.make = make if self._sharded else partial(Sharded, ranks=layout.ranks, word=optimizer, kept=kept)
@@ -410,7 +414,7 @@ class LayoutRanks:
         """The same step, spread in another way."""
         model, word, device = self._of
         optimizer, kept = self._optimizer
-        return LayoutRanks(model, word, layout, self.tokens, optimizer, device, kept, self.leave)
+        return LayoutRanks(model, word, layout, self.tokens, optimizer, device, kept, self.leave, self.host)
 
     def configured(self, name: str, plan: Plan) -> ConfiguredLayout:
         """The ranks under a configuration that is stated, in as many tiles as a rank with all layers would have."""

@@ -42,7 +42,7 @@ from .planner import Planner, calibrate
 from .rank_memory import RankMemory, RankPeak, StageBytes
 from .schedules import FORWARD, INPUTS, REDUCE, WEIGHTS, Pipeline, Schedule, ScheduleStep, in_flight, schedule_steps
 from .sent import Price, parts_of
-from .solve import choices_of, choose, planned, smallest
+from .solve import choices_of, choose, planned, smallest, waiting
 from .stage_runs import StageRun, StageRunner
 
 ROUNDS, BISECTIONS = 8, 10
@@ -197,7 +197,8 @@ class PipelineRank:
         kinds: Of their actions.
         hidden: Of the seconds of one microbatch those of what is sent meanwhile, by purpose.
         runs: Those of its stages without recomputation.
-        seconds: Of one microbatch, without recomputation.
+        parts: The work of one microbatch, without recomputation.
+        seconds: Of that.
         parameters: Those that its stages read, by name.
         ran: The operations of one microbatch, and those of the optimizer's step.
         state_bytes: Of the optimizer.
@@ -216,6 +217,7 @@ class PipelineRank:
             taken, updating = of.runner.optimizer(of.optimizer, self.parameters)
         self.ran = sum((run.ran for run in runs.values()), Counter[Op]()), updating
         found = [parts_of(run.log, of.price) for run in runs.values()]
+        self.parts = tuple(part for one in found for part in one.parts.values())
         self.seconds = sum(one.seconds(of.price.host) for one in found)
         self.hidden = dict(sum((Counter(one.hidden) for one in found), Counter[str]()))
         self.state_bytes = taken[0]
@@ -435,6 +437,13 @@ class RankPlanner(PipelineRank):
         )
         return replace(costs, host_memory=of.profile.costs.host_memory, host=of.profile.costs.host)
 
+    def _waiting(self, tried: TriedPlan) -> float:
+        """The seconds of a microbatch in which the device waits for its host."""
+        whole, of = self._of.profile.costs, self._of
+        segments = tuple(segment for stage in self.stages for segment in of.segments(stage))
+        options = [option for stage in self.stages for option in tried.chosen[stage]]
+        return waiting(replace(whole, segments=segments, parts=self.parts), options)
+
     def planned(self, groups: Sequence[Sequence[int]], tried: TriedPlan, wanted: Limit, times: int) -> list[Plan]:
         """A plan for each of some groups of stages, with what is promised of the whole rank.
 
@@ -467,6 +476,7 @@ class RankPlanner(PipelineRank):
             "replay_flops": sum(promise.replay_flops for promise in promises) * microbatches // times,
             "loop": None,
             "host_bytes": self.memory.most_hosted(self._hosted(tried.chosen)),
+            "waiting_seconds": microbatches * self._waiting(tried),
         }
         return [
             replace(plan, prediction=replace(promise, **whole)) for plan, promise in zip(found, promises, strict=True)

@@ -155,7 +155,7 @@ class Planner:
             words = (*self.always.words, *self._tiling.refused)
             self.always = replace(self.always, seconds=more, flops=self.base.flops["replay"], words=words)
         self.costs = self._calibrated(self.base, plain, seconds, None)
-        self._timing = self.price.timing if isinstance(self.price, Measured) else ""
+        self._timing = self.price.timing_with_regions if isinstance(self.price, Measured) else ""
         if isinstance(self.price, Measured):
             self.price.keep()
 
@@ -503,7 +503,7 @@ class Planner:
             path, work = self.paths[firsts[kind]], plains[kind].work(self.price)
             of = path if path in several else kind  # what is called several times has one choice for all its calls
             every = all_guesses(found, self.price, self._launcher, work, partial(self._carries, path))
-            guessed.setdefault(of, []).extend(guesses(every, TRIED, self._kinds.count(kind)))
+            guessed.setdefault(of, []).extend((every[0], *guesses(every, TRIED, self._kinds.count(kind))))
         best: dict[Any, list[tuple[Choice, ...]]] = {}
         for kind, first in sorted(firsts.items(), key=lambda one: -self._kinds.count(one[0])):
             path, call, found = self.paths[first], captured.calls[first], records.get(kind)
@@ -698,7 +698,10 @@ def in_host_memory(option: Option) -> tuple[Choice, ...]:
 
 
 def undominated(options: Sequence[Option]) -> tuple[Option, ...]:
-    """The options of which no other of as many segments is at least as good in everything; the first one stays."""
+    """The options of which no other of as many segments is at least as good in everything.
+
+    The first one stays, and a region around all of one segment, which others are compared with.
+    """
 
     def figures(option: Option) -> tuple[float, ...]:
         return option.saved_bytes, option.forward_bytes, option.backward_bytes, option.seconds
@@ -706,8 +709,9 @@ def undominated(options: Sequence[Option]) -> tuple[Option, ...]:
     kept = [options[0]]
     rest = sorted(options[1:], key=lambda option: (*figures(option)[::-1], simplicity(option)))
     for option in rest:
-        rivals = [other for other in kept if other.span == option.span]
-        if not any(all(a <= b for a, b in zip(figures(other), figures(option), strict=True)) for other in rivals):
+        rivals = [figures(other) for other in kept if other.span == option.span]
+        beaten = any(all(a <= b for a, b in zip(rival, figures(option), strict=True)) for rival in rivals)
+        if option.is_full or not beaten:
             kept.append(option)
     return tuple(kept)
 

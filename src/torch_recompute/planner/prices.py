@@ -25,22 +25,23 @@ import hashlib
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 
+from .. import errors
 from .._torch import is_operator
 from .._torch.fakes import taken_by
 from .._torch.modes import without_modes
 from ..plan.apply import apply
 from ..plan.choice import Choice
 from ..plan.plan import Plan
-from ..simulation.devices import DEVICES, Host, Roofline, data_sheet_of, typical
+from ..simulation.devices import DEVICES, LAUNCH, Host, Roofline, data_sheet_of, typical
 from ..simulation.training_step import TrainingStep
 from ..stores.measured import PriceFile, full_name
-from .ops import Meta, Op, StepLog, metas
+from .ops import Meta, Op, StepLog, logging, metas
 
 LONGEST = 0.5  # seconds
 TIMES = 3
@@ -90,37 +91,125 @@ def key_of(op: Op) -> str:
     return hashlib.sha256(repr((str(op.func), op.args, op.kwargs)).encode()).hexdigest()[:32]
 
 
-_FIGURES = "replayed", "region", "call", "watched"
+_REGION_FIGURES = "replayed", "region", "call", "watched"
 
 
 def _overhead(kept: PriceFile) -> Host:
     """Measures what a region takes on this machine's processor, which launches for itself, once."""
-    if not {*_FIGURES} <= kept.seconds.keys():
-        with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+    if not {*_REGION_FIGURES} <= kept.seconds.keys():
+        with _in_training(), torch.random.fork_rng([]):
             x = torch.ones(8, requires_grad=True, device=CPU)
             region, again = _added(x, torch.nn.Tanh)
-            looked = _added(x, torch.nn.Tanh, "@attention")[1] - again  # in forward and in the replay
-            with torch.random.fork_rng([]):
-                call = _added(x, functools.partial(torch.nn.Linear, 8, 8, device=CPU), "@product")[1] - looked
+            call, watched = _search(x, again)
             with without_modes(), torch.no_grad():
                 again -= min(_seconds(x.tanh, 50, CPU))
-        found = again, region, call, looked / 2
-        kept.seconds.update({name: max(value, 1e-9) for name, value in zip(_FIGURES, found, strict=True)})
-    replayed, region, call, watched = (kept.seconds[name] for name in _FIGURES)
+        found = again, region, call, watched
+        kept.seconds.update({name: max(value, 1e-9) for name, value in zip(_REGION_FIGURES, found, strict=True)})
+    replayed, region, call, watched = (kept.seconds[name] for name in _REGION_FIGURES)
     return Host(replayed=replayed, region=region, call=call, watched=watched)
 
 
-def _added(x: torch.Tensor, layer: Callable[[], torch.nn.Module], *keep: str) -> tuple[float, float]:
+def measured_host(device: torch.device) -> Host:
+    """Measures the host of a device, by steps of tiny layers that are longer for it than for the device.
+
+    Of the CPU itself it is what the host of another device would take, but for the launch of a kernel.
+    """
+    with _in_training(), on(device), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        x = torch.ones(1, 4, _Layer.WIDTH, requires_grad=True, device=device)
+        forward, backward = _Layer.operations(x)
+        plain = [min(_seconds(_Layer.step(count, x), 100, device)) for count in (1, 3)]
+        region, again = _added(x, _Layer, counts=(1, 3), times=100)
+        tiny = torch.ones(8, requires_grad=True, device=device)
+        call, watched = _search(tiny, _added(tiny, torch.nn.Tanh, times=100)[1], times=100)
+    launch = LAUNCH if device.type == "cpu" else 0.0
+    figures = (plain[1] - plain[0]) / 2 / (forward + backward) + launch, again / forward + launch, region, call, watched
+    return Host("", *(max(value, 1e-9) for value in figures), apart=True)
+
+
+class _Layer(torch.nn.Module):
+    """A layer of a transformer, as small as its kernels allow."""
+
+    WIDTH = 16
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(self.WIDTH) for _ in range(2))
+        self.products = torch.nn.ModuleList(
+            torch.nn.Linear(before * self.WIDTH, after * self.WIDTH)
+            for before, after in ((1, 3), (1, 1), (1, 4), (4, 1))
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Attention with two heads and an MLP, each after its norm and beside a skip connection."""
+        rows, tokens, width = x.shape
+        inward, outward, up, down = self.products
+        parts = inward(self.norms[0](x)).chunk(3, -1)
+        heads = (part.view(rows, tokens, 2, width // 2).transpose(1, 2) for part in parts)
+        mixed = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + outward(mixed.transpose(1, 2).reshape(rows, tokens, width))
+        return x + down(torch.nn.functional.gelu(up(self.norms[1](x))))
+
+    @classmethod
+    def step(cls, count: int, x: torch.Tensor) -> Callable[[], object]:
+        """A forward and a backward of so many, to gradients that are added to nothing."""
+        model = _stack(cls, count, x.device)
+        return lambda: torch.autograd.grad(model(x).sum(), [x, *model.parameters()])
+
+    @classmethod
+    def operations(cls, x: torch.Tensor) -> tuple[int, int]:
+        """How many operations its forward and its backward are."""
+        counts: list[int] = []
+        for layers in (1, 2):
+            ran: list[Op] = []
+            step, model = cls.step(layers, x), _stack(cls, layers, x.device)
+            with logging(lambda op, _, ran=ran: ran.append(op)):
+                model(x)
+                counts.append(len(ran))
+                step()
+            counts.append(len(ran) - 2 * counts[-1])
+        return counts[2] - counts[0], counts[3] - counts[1]
+
+
+def _in_training() -> AbstractContextManager[object]:
+    stack = ExitStack()
+    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(torch.enable_grad())
+    stack.enter_context(torch.autocast("cpu", enabled=False))
+    return stack
+
+
+def _stack(layer: Callable[[], torch.nn.Module], count: int, device: torch.device) -> torch.nn.Module:
+    with device:
+        return torch.nn.Sequential(torch.nn.Sequential(*(layer() for _ in range(count))))
+
+
+def _step(model: torch.nn.Module, x: torch.Tensor) -> Callable[[], object]:
+    return lambda: model(x).sum().backward()
+
+
+def _search(x: torch.Tensor, again: float, times: int = 20) -> tuple[float, float]:
+    """Measures a call that is kept, and an operation among which calls are looked for, of which `again` is a replay."""
+    looked = _added(x, torch.nn.Tanh, "@attention", times=times)[1] - again  # in forward and in the replay
+    call = _added(x, functools.partial(torch.nn.Linear, 8, 8), "@product", times=times)[1] - looked
+    return call, looked / 2
+
+
+def _added(
+    x: torch.Tensor,
+    layer: Callable[[], torch.nn.Module],
+    *keep: str,
+    counts: tuple[int, int] = (2, 18),
+    times: int = 20,
+) -> tuple[float, float]:
     """Measures what a region that keeps some calls adds to a step by itself, and for each of the layers in it."""
     found: list[float] = []
-    for count in (2, 18):
-        model = torch.nn.Sequential(torch.nn.Sequential(*(layer() for _ in range(count))))
-        steps = functools.partial(_seconds, lambda model=model: model(x).sum().backward(), 20, CPU)
-        plain = min(steps())
+    for count in counts:
+        model = _stack(layer, count, x.device)
+        plain = min(_seconds(_step(model, x), times, x.device))
         apply(model, Plan((Choice(("0",), keep),)))
-        found.append(min(steps()) - plain)
-    each = (found[1] - found[0]) / 16
-    return found[0] - 2 * each, each
+        found.append(min(_seconds(_step(model, x), times, x.device)) - plain)
+    each = (found[1] - found[0]) / (counts[1] - counts[0])
+    return found[0] - counts[0] * each, each
 
 
 class Measured:
@@ -155,12 +244,15 @@ class Measured:
     def timing(self) -> str:
         """The source of its seconds, in words."""
         others = ", ".join(sorted(self._not_run))
-        words = f"operations timed one by one on {self.name}{others and f' ({others} estimated)'}"
+        return f"operations timed one by one on {self.name}{others and f' ({others} estimated)'}"
+
+    @property
+    def timing_with_regions(self) -> str:
+        """The same, and what regions take besides where a device launches for itself."""
         host = self.host
-        if host.apart:
-            return words
         each = f"{1000 * host.region:.2f} ms per region, {1e6 * host.call:.0f} us per kept call"
-        return f"{words}, {each} and {1e6 * host.replayed:.0f} us per replayed operation"
+        each += f" and {1e6 * host.replayed:.0f} us per replayed operation"
+        return self.timing if host.apart else f"{self.timing}, {each}"
 
     @property
     def host(self) -> Host:
@@ -215,9 +307,18 @@ def prices_for(step: TrainingStep, device: torch.device) -> Roofline | Measured:
     real = any(parameter.device.type == device.type for parameter in step.model.parameters())
     sheet = step.where.roofline
     if sheet is None and real:
+        _check_host(step, device.type)
         return Measured(device, step.host)
     sheet = sheet or roofline_of(device)
+    _check_host(step, sheet.kind or "cpu")
     return replace(sheet, host=step.host) if sheet.kind else sheet
+
+
+def _check_host(step: TrainingStep, kind: str) -> None:
+    """Refuses a host that somebody has named for a CPU."""
+    if kind == "cpu" and step.host != typical():
+        why = "the seconds are of a CPU, which launches its operations itself, and what that takes is measured"
+        raise errors.ArgumentError(errors.no_effect("host", step.host.name, why, 'Write device="h100"'))
 
 
 def hidden_copies(log: StepLog, price: Callable[[Op], float]) -> dict[str, float]:

@@ -170,6 +170,7 @@ def _diff(one: Profile, other: Profile) -> str:
             ("peak without recomputation, MiB", _mib(one.plain_peak_bytes), _mib(other.plain_peak_bytes)),
             ("step without recomputation, ms", _ms(one.costs.step_seconds), _ms(other.costs.step_seconds)),
             ("most besides the segments, MiB", _besides(one.costs), _besides(other.costs)),
+            ("host", *(str(each.costs.host) if each.costs.host.name else "-" for each in (one, other))),
             ("counted", str(one.loop or "-"), str(other.loop or "-")),
             ("not planned", ", ".join(dict(one.left_out)) or "-", ", ".join(dict(other.left_out)) or "-"),
         )
@@ -227,18 +228,20 @@ def _merged(profiles: Sequence[Profile]) -> Profile:
             "the training loop",
             *(loop and replace(loop, batch_bytes=0, output_bytes=0) for loop in (first.loop, other.loop)),
         )
+        _same("the host", first.costs.host.name, other.costs.host.name)
         _same("what carries decisions", first.carries, other.carries)
         _same("what is always in tiles", first.always.choices, other.always.choices)
     costs = [profile.costs for profile in profiles]
     hosts = [one.host_memory for one in costs if one.host_memory is not None]
     limits = [host.bytes for host in hosts if host.bytes is not None]
-    merged = Costs(
-        {name: _merged_kind([one.kinds[name] for one in costs]) for name in first.costs.kinds},
-        tuple(_figures(same) for same in zip(*(one.segments for one in costs), strict=True)),
-        highest_points([point for one in costs for point in one.points]),
-        median(one.step_seconds for one in costs),
-        max(one.turn_bytes for one in costs),
-        HostMemory(min(limits, default=None), median(host.to_host for host in hosts)) if hosts else None,
+    merged = replace(
+        first.costs,
+        kinds={name: _merged_kind([one.kinds[name] for one in costs]) for name in first.costs.kinds},
+        segments=tuple(_figures(same) for same in zip(*(one.segments for one in costs), strict=True)),
+        points=highest_points([point for one in costs for point in one.points]),
+        step_seconds=median(one.step_seconds for one in costs),
+        turn_bytes=max(one.turn_bytes for one in costs),
+        host_memory=HostMemory(min(limits, default=None), median(host.to_host for host in hosts)) if hosts else None,
     )
     loops = [profile.loop for profile in profiles if profile.loop is not None]
     words = [*dict.fromkeys(profile.timing or profile.device for profile in profiles)]
@@ -277,7 +280,8 @@ def _merged_kind(kinds: Sequence[Kind]) -> Kind:
     ways = [{(o.regions, o.span): o for o in kind.options} for kind in kinds]
     shared = [key for key in ways[0] if all(key in way for way in ways)]
     graphs = [kind.graph for kind in kinds]
-    return Kind(tuple(_figures([way[key] for way in ways]) for key in shared), _merged_graph(graphs))
+    options = tuple(_figures([way[key] for way in ways]) for key in shared)
+    return replace(kinds[0], options=options, graph=_merged_graph(graphs))
 
 
 def _merged_graph(graphs: Sequence[Graph | None]) -> Graph | None:

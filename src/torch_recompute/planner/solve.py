@@ -33,8 +33,9 @@ from ..memory.budget import Limit, bytes_meant
 from ..plan.choice import Choice, joined, kept_in_words, stored_in
 from ..plan.plan import NOT_RECOMPUTED, OFFLOADED, Line, Plan, Prediction
 from ..plan.roles import inside
+from ..simulation.devices import SLOW
 from .bound import bound
-from .cost import Costs, Kind, Option, Segment, Solution, begins, check, peak, simplicity
+from .cost import Costs, Kind, Option, Segment, Solution, begins, check, launched_by, peak, simplicity
 from .profile import Profile
 
 if TYPE_CHECKING:
@@ -120,6 +121,7 @@ def planned(
         reserved: The bytes that an allocator reserves for it, as a prediction has them.
     """
     starts = begins(solution.options)
+    of_host = costs.parts and not profile.timing  # steps that were run have the host in their seconds
     prediction = Prediction(
         budget_bytes=int(budget),
         peak_bytes=solution.peak_bytes if peak is None else peak,
@@ -140,10 +142,49 @@ def planned(
         uncounted=profile.uncounted,
         tiled=profile.always.words,
         switched=profile.switched,
+        host=costs.host.name,
+        waiting_seconds=waiting(costs, solution.options) if of_host else 0.0,
+        on_slow_host=_behind_full(costs, solution.options, budget) if of_host else "",
         **reserved,
     )
     source, asked_of = f"a budget of {budget.said}", replace(profile, costs=costs)
     return Plan(choices_of(profile, solution), source, prediction, profile.modules, profile=asked_of)
+
+
+def waiting(costs: Costs, options: Sequence[Option]) -> float:
+    """The seconds of the step, with one option per segment, in which the device waits for its host."""
+    if not costs.host.apart:
+        return 0.0
+    found = sum(map(costs.host.waited, costs.parts))
+    for start in begins(options):
+        option = options[start]
+        plain = costs.kinds[costs.segments[start].kind].work.times(option.span)
+        found += costs.host.added(plain, option.work) - option.work.device
+    return max(0.0, found)
+
+
+def _behind_full(costs: Costs, options: Sequence[Option], budget: int) -> str:
+    """Says how far a slow host would put options behind recomputing every layer, where that fits; "" if it would not.
+
+    The host is compared with the slowest that was seen.
+    """
+    full = {
+        name: next((i for i, one in enumerate(kind.options) if one.is_full), 0) for name, kind in costs.kinds.items()
+    }
+    every = tuple(costs.kinds[segment.kind].options[full[segment.kind]] for segment in costs.segments)
+    if not costs.host.apart or costs.host == SLOW or not any(full.values()) or peak(costs, every).bytes > budget:
+        return ""
+    slow = launched_by(costs, SLOW)
+
+    def slower(chosen: Sequence[Option]) -> float:
+        kinds = ((costs.segments[start].kind, chosen[start]) for start in begins(chosen))
+        seconds = (slow.kinds[kind].options[costs.kinds[kind].options.index(option)].seconds for kind, option in kinds)
+        return sum(seconds) / slow.step_seconds
+
+    mine, others = slower(options), slower(every)
+    if mine <= others:
+        return ""
+    return f'on a slow one (host="slow") this plan would take {mine:+.0%}, and recomputing every layer {others:+.0%}'
 
 
 def _lines(costs: Costs, solution: Solution, starts: Sequence[int]) -> tuple[Line, ...]:

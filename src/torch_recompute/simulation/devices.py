@@ -20,16 +20,19 @@ that of the device alone. A CPU launches for itself: there the two sides are add
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from .. import errors
 from .._torch.cuda import tf32
-from ..errors.text import close_to
+from ..errors.text import close_to, listed
 
 if TYPE_CHECKING:
     from ..planner.ops import Op
@@ -119,14 +122,72 @@ class Host:
 
 ITSELF = Host()
 """The host of a device that launches for itself in no time."""
+LAUNCH = 3e-6
+"""Seconds in which a CUDA driver takes a kernel: "about 3 microseconds with recent hardware and software" for an empty
+one, by https://forums.developer.nvidia.com/t/too-much-time-for-kernel-launch-latency/233645 (NVIDIA's forum, 2022)."""
+TYPICAL = Host("typical", 12e-6 + LAUNCH, 30e-6 + LAUNCH, region=215e-6, call=40e-6, watched=1.3e-6, apart=True)
+"""`torch-recompute calibrate host.json --device cpu`, the median of five runs on 28 Nov 2026: an AMD EPYC (family 25,
+model 17), two cores of a virtual machine that others used, too; torch 2.13.0. No host of a GPU has been measured so."""
 SLOW = Host("slow", operation=42e-6, replayed=42e-6, region=2.4e-3, call=150e-6, watched=6e-6, apart=True)
 """The host of an H100 on 26 Nov 2026, layers of transformers on tiny tensors: `docs/design/023`. Others are faster."""
-HOSTS = {host.name: host for host in (SLOW,)}
+HOSTS = {host.name: host for host in (TYPICAL, SLOW)}
+
+
+GivenHost = Host | str | os.PathLike[str]
+"""A host as users name it: a word of `HOSTS`, or a file that `torch-recompute calibrate` has written."""
 
 
 def typical() -> Host:
-    """The host of a device by name where none is named."""
-    return HOSTS["slow"]
+    """The host of a device where none is named."""
+    return HOSTS["typical"]
+
+
+def host_of(given: GivenHost) -> Host:
+    """Reads the host that launches operations, as users name it.
+
+    Raises:
+        ArgumentError: It is no word that is known and no file of a host.
+    """
+    if isinstance(given, Host):
+        return given
+    if not isinstance(given, (str, os.PathLike)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise errors.ArgumentError(f"host={given!r} is neither a word nor a file.\n{_WRITE_HOST}")
+    if given in HOSTS:
+        return HOSTS[str(given)]
+    path = Path(given)
+    if not path.is_file():
+        close = close_to(str(given), HOSTS)
+        raise errors.ArgumentError(
+            f"host={str(given)!r} is neither {' nor '.join(HOSTS)} nor a file.{close}\n{_WRITE_HOST}"
+        )
+    try:
+        return Host(str(path), **_figures_in(path.read_text(encoding="utf-8")), apart=True)
+    except (OSError, ValueError) as error:
+        raise errors.ArgumentError(f"host={str(given)!r} is a file that {error}.\n{_WRITE_HOST}") from None
+
+
+_WRITE_HOST = (
+    '  Write host="typical", host="slow", or the path of a file that  torch-recompute calibrate FILE  has written on '
+    "the machine of the device."
+)
+HOST_FIGURES = "operation", "replayed", "region", "call", "watched"
+"""The figures of a host; a file has each as a number of seconds, as `operation_seconds`."""
+
+
+def _figures_in(text: str) -> dict[str, float]:
+    """The figures in a file; a ValueError says what is wrong with it."""
+    try:
+        data: Any = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"is no JSON: {error}") from None
+    keys = [f"{name}_seconds" for name in HOST_FIGURES]
+    missing = [key for key in keys if not isinstance(data, dict) or key not in data]
+    if missing:
+        raise ValueError(f"has no {listed(missing)}")
+    wrong = next((key for key in keys if type(data[key]) not in (int, float) or not 0 < data[key] < 1), None)
+    if wrong is not None:
+        raise ValueError(f"has {wrong} {data[wrong]!r} in place of a number of seconds above 0 and below 1")
+    return {name: float(data[key]) for name, key in zip(HOST_FIGURES, keys, strict=True)}
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from ..memory.free import CONTEXT, free_bytes, held_bytes, memory_of, reserve
 from ..memory.loop import COMMON, Loop
 from ..memory.measurement import weights_of
 from ..plan.ranks import Ranks
-from .devices import Device, Host, Where, typical, where
+from .devices import Device, GivenHost, Host, Where, host_of, typical, where
 
 Loss = Callable[[Any], torch.Tensor] | None
 ALONE = Ranks()
@@ -71,6 +71,7 @@ class TrainingStep:
         optimizer: MakeOptimizer = None,
         device: Device = None,
         loop: Loop = COMMON,
+        host: GivenHost = "typical",
     ) -> TrainingStep:
         """Reads the arguments of a public function; `what` is its name, for the texts of errors.
 
@@ -79,7 +80,7 @@ class TrainingStep:
         """
         args, kwargs, loss = with_labels(what, model, args, kwargs, loss)
         call = call_of(what, model, args, kwargs, a_module=True)
-        return TrainingStep(model, *call, loss, optimizer_of(what, optimizer, model), device, loop)
+        return TrainingStep(model, *call, loss, optimizer_of(what, optimizer, model), device, loop, host=host_of(host))
 
     @property
     def call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
