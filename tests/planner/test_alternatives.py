@@ -28,8 +28,7 @@ STEPS: dict[str, dict[str, Any]] = {
     "fused": {"optimizer": "adamw-fused"},
     "without an optimizer": {},
     "zeroed": {"optimizer": "sgd", "loop": Loop(set_to_none=False)},
-    "accumulated": {"optimizer": "adamw", "loop": Loop(accumulate=2)},
-    "not held": {"optimizer": "adamw-fused", "loop": Loop(hold_output=False)},
+    "accumulated, and not held": {"optimizer": "adamw-fused", "loop": Loop(hold_output=False, accumulate=2)},
 }
 
 

@@ -17,9 +17,19 @@ from torch_recompute.simulation.devices import Roofline
 
 pytest.importorskip("numpy", reason="numpy is not installed (planning needs it)")
 
-pytestmark = pytest.mark.usefixtures("few_choices")
+pytestmark = pytest.mark.usefixtures("few_choices", "given_prices")
 
 WIDTH, ROWS, LAYERS = 32, 64, 4
+
+
+@pytest.fixture
+def given_prices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operations take what a device of these speeds takes, and no step is timed: a step has one plan.
+
+    Its host takes longer to keep a call (`beside`) than to launch the product that this saves.
+    """
+    given = Roofline("given", {4: 1e11}, 1e10, 1e-6, kind="cpu")
+    monkeypatch.setattr("torch_recompute.planner.planner.prices_for", lambda step, device: given)
 
 
 class Block(nn.Module):
@@ -200,17 +210,6 @@ def test_a_file_keeps_the_floor(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "planned again" not in capsys.readouterr().out
 
 
-@pytest.fixture
-def given_prices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operations take what a device of these speeds takes, and no step is timed: a step has one plan.
-
-    Its host takes longer to keep a call (`beside`) than to launch the product that this saves.
-    """
-    given = Roofline("given", {4: 1e11}, 1e10, 1e-6, kind="cpu")
-    monkeypatch.setattr("torch_recompute.planner.planner.prices_for", lambda step, device: given)
-
-
-@pytest.mark.usefixtures("given_prices")
 def test_planning_again_keeps_the_memory() -> None:
     """The first steps show a larger batch: another plan comes, for which the regions share what they did before."""
     mine = Training().auto(elastic=True, budget="1GiB")
@@ -241,7 +240,6 @@ class Said:
         """Begins a lap."""
 
 
-@pytest.mark.usefixtures("given_prices")
 @pytest.mark.parametrize("budget", [0, 0.3])
 def test_planning_again_takes_the_share_again(
     budget: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -260,7 +258,6 @@ def test_planning_again_takes_the_share_again(
     assert mine.handle.report().elastic.limit == _share_of(plan, budget)
 
 
-@pytest.mark.usefixtures("given_prices")
 @pytest.mark.parametrize(("alive", "counted"), [(1_700_000, 1_700_000), (1_800_000, 1_700_000)])
 def test_planning_again_counts_what_python_took_since(
     alive: int, counted: int, monkeypatch: pytest.MonkeyPatch
@@ -287,7 +284,6 @@ def _share_of(plan: Plan, share: float) -> int:
     return prediction.peak_bytes + int(share * (prediction.plain_peak_bytes - prediction.peak_bytes))
 
 
-@pytest.mark.usefixtures("given_prices")
 def test_planning_again_leaves_a_limit_that_was_set_since() -> None:
     """Between two steps the limit is the user's own to change, whatever share it was given as at first."""
     mine = Training().auto(elastic=True, budget=0.3)

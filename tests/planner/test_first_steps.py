@@ -116,7 +116,13 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("loop", SAID)
+# Where planning again has to do what it does in others, too.
+LIKE_OTHERS = {"accumulation and autocast", "another optimizer", "a part", "unfreezing"}
+
+
+@pytest.mark.parametrize(
+    "loop", [pytest.param(loop, marks=[pytest.mark.nightly] * (loop in LIKE_OTHERS)) for loop in SAID]
+)
 def test_the_fourth_step_is_within_the_new_promise(loop: str, capsys: pytest.CaptureFixture[str]) -> None:
     """In a loop that `auto` was not told of, the plan is made again, and the fourth step takes what it promises."""
     training = Training(loop)
@@ -478,7 +484,7 @@ def test_a_loop_that_no_plan_can_follow_is_said(capsys: pytest.CaptureFixture[st
     assert len(handle.history) <= 2
 
 
-@pytest.mark.parametrize("around", ["sequential", "attributes", "root"])
+@pytest.mark.parametrize("around", [pytest.param("sequential", marks=pytest.mark.nightly), "attributes", "root"])
 def test_layers_that_were_left_out_are_noticed_wherever_they_are(around: str) -> None:
     """A layer that ran in no planned step is seen beside those that did, in whichever module they are."""
     layers = [block() for _ in range(LAYERS)]

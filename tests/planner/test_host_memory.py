@@ -69,7 +69,7 @@ def test_the_promise_is_kept_with_host_memory() -> None:
     assert Plan.from_json(plans[0].to_json()) == plans[0]
 
 
-@pytest.mark.parametrize("budget", [0.2, 0.3])
+@pytest.mark.parametrize("budget", [0.3, pytest.param(0.2, marks=pytest.mark.nightly)])
 def test_layers_are_offloaded_where_that_is_cheaper_than_a_replay(budget: float) -> None:
     """Over a fast link what layers save leaves instead of being recomputed; the peak is kept, the step is shorter."""
     with_host, without = planner(FAST.name, offload=True), planner(FAST.name)

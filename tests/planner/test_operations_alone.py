@@ -194,6 +194,7 @@ def test_no_generator_moves() -> None:
     assert "aten.binary_cross_entropy" in plan.prediction.timing
 
 
+@pytest.mark.nightly
 def test_an_lstm_is_planned_in_a_live_process() -> None:
     """An LSTM on the CPU is planned; its backward alone on made-up inputs is a segmentation fault."""
     program = """

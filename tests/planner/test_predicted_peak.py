@@ -97,7 +97,11 @@ def allocated(make: Callable[[], Any], plan: Plan | None, loop: Loop) -> int:
 
 @pytest.mark.parametrize(
     ("name", "loop"),
-    [*(("logits", loop) for loop in LOOPS), ("llama", "held"), ("convnext", "held")],
+    [
+        *(("logits", loop) for loop in LOOPS),
+        ("convnext", "held"),
+        pytest.param("llama", "held", marks=pytest.mark.nightly),
+    ],
 )
 def test_no_loop_exceeds_its_promise(name: str, loop: str) -> None:
     """In the loop that it was made for, a planned step allocates what was promised, to some bytes."""
@@ -169,7 +173,15 @@ SWITCHES: dict[str, tuple[dict[str, Any], float | str, str]] = {
 }
 
 
-@pytest.mark.parametrize("left", SWITCHES)
+@pytest.mark.parametrize(
+    "left",
+    [
+        *("a cache", "checkpointing", "reentrant checkpointing, and no region"),
+        pytest.param("no cache", marks=pytest.mark.nightly),
+        pytest.param("a cache, and no region", marks=pytest.mark.nightly),
+        pytest.param("a cache that the call asks for", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_plan_is_compared_with_the_users_own_step(left: str) -> None:
     """The peak that a plan is said to lower is what the step allocates without it; what switches alone do is told."""
     pytest.importorskip("transformers", reason="transformers is not installed (it needs Python 3.11)")

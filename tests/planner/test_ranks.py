@@ -184,7 +184,7 @@ LAYOUTS: dict[str, tuple[Ranks, int, int]] = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name == "pipeline")) for name in LAYOUTS]
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in ("alone", "pipeline"))) for name in LAYOUTS]
 )
 def test_what_a_peak_is_made_of(name: str) -> None:
     """A plan that is stated has the peak of the one that was planned, and its parts sum to it; replays take seconds."""
@@ -223,11 +223,11 @@ def test_the_most_that_the_budget_of_each_rank_holds() -> None:
         small = built(num_hidden_layers=2)
         return kind(small, "MODEL", Layout(Ranks(pp=2), mbs=mbs), TOKENS, "none", "cpu")
 
-    budget = make(LayoutPlanner, 3).least_bytes
+    budget = make(LayoutPlanner, 2).least_bytes
     search = LongestOnRanks(make, budget, True, None)
     points = search.plans(2)
-    assert [length for length, _ in points] == [1, 2, 3]
-    assert search.best == 3
+    assert [length for length, _ in points] == [1, 2]
+    assert search.best == 2
     assert all(plan.peak_bytes <= budget for _, plans in points for plan in plans)
     with pytest.raises(BudgetError, match=r"too small for a batch of one, whose peak is .* weights"):
         LongestOnRanks(make, make(LayoutRanks, 1).under(Plan())[0].weight_bytes, True, None).plans(1)
@@ -312,9 +312,9 @@ def test_the_peak_of_a_rank_that_runs(vpp: int, number: int, share: str) -> None
 @pytest.mark.parametrize(
     ("vocab", "part", "vpp"),
     [
-        (4096, "lm_head", 1),
+        (2048, "lm_head", 1),
         (1024, "model.layers.3.mlp", 2),
-        pytest.param(4096, "lm_head", 2, marks=pytest.mark.nightly),
+        pytest.param(2048, "lm_head", 2, marks=pytest.mark.nightly),
         pytest.param(1024, "model.layers.3.mlp", 1, marks=pytest.mark.nightly),
     ],
 )

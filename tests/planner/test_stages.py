@@ -208,7 +208,7 @@ class Imagined(PipelinePlanner):
         return StageRun(taken, moments, StepLog((), Plan()), ())
 
 
-@pytest.mark.parametrize("layers", range(29, 34))
+@pytest.mark.parametrize("layers", [29, *(pytest.param(n, marks=pytest.mark.nightly) for n in range(30, 34))])
 def test_every_layout_has_a_plan_or_a_sentence(layers: int) -> None:
     """Whatever the ranks and chunks, of which some have more layers than others, each rank is given what it can."""
     options = tuple(Option((), saved, saved + 5, 130, seconds) for saved, seconds in ((100, 0.0), (30, 0.5), (10, 1.0)))

@@ -74,7 +74,11 @@ def least(found: Planner) -> Plan:
 
 @pytest.mark.parametrize(
     ("kind", "offload"),
-    [("llama", False), ("llama", True), ("gemma", False), pytest.param("gemma", True, marks=pytest.mark.nightly)],
+    [
+        *(("llama", True), ("gemma", False)),
+        pytest.param("llama", False, marks=pytest.mark.nightly),
+        pytest.param("gemma", True, marks=pytest.mark.nightly),
+    ],
 )
 def test_the_promise_is_kept_with_tiles(kind: str, offload: bool) -> None:
     """The least plan with tiles takes to the byte what it promises, less than without, with the step's gradients."""
