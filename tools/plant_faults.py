@@ -213,13 +213,14 @@ def main() -> int:
     sys.stdout.write(f"{count[CAUGHT]} caught, {count[MISSED]} missed, {count[ERROR]} not tried, of {len(found)}\n")
     if options.save:
         sys.path.insert(0, str(ROOT / "benchmarks"))
-        from _measure import finish
+        from _measure import Goal, finish
 
         figures = [
             {**one.fault._asdict(), "outcome": one.outcome, "test": one.test, "seconds": round(one.seconds)}
             for one in found
         ]
-        finish(options, figures, count[CAUGHT] == len(found))
+        goal = Goal("planted faults caught", f"{count[CAUGHT]} of {len(found)}", "all", count[CAUGHT] == len(found))
+        finish(options, figures, [goal])
     return 2 if count[ERROR] else int(count[MISSED] > 0)
 
 
