@@ -911,6 +911,9 @@ def _print_ranks(console: Console, layout: Layout, plans: Sequence[RankPlan]) ->
         f"{counted(layout.microbatches, 'microbatch')}{slowest}, then "
         f"{1000 * max(plan.optimizer_seconds for plan in plans):,.1f} ms of the optimizer"
     )
+    promises = (plan.plan.prediction for plan in plans)
+    for words in dict.fromkeys(words for promise in promises if promise is not None for words in promise.of_host):
+        console.print(f"host: {words}", markup=False)
     console.print(
         f"Sizes in {name}. In flight: microbatches of a chunk at the peak, over all chunks. Gap: no choice of "
         "what to keep and recompute saves more of the rank's time. Links: collectives inside a layer, counted in a "
