@@ -44,6 +44,7 @@ def catalogue(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("catalogue")
 
 
+@pytest.mark.nightly
 def test_the_sample_is_as_it_was(catalogue: Any) -> None:
     """Each peak is that of the step, to the byte or within the bound, or it is said in words why there is none."""
     wanted = {**dict.fromkeys(EXACT, "exact"), **OTHERS}
@@ -70,6 +71,7 @@ def test_a_process_that_ends_is_named(catalogue: Any, tmp_path: Path, monkeypatc
     assert found[1]["why"] == "the process ended with -11"
 
 
+@pytest.mark.nightly
 def test_the_list_is_written(catalogue: Any, tmp_path: Path) -> None:
     """What operations take is seen in processes side by side; the list has those that take nothing, and by whom."""
     path = tmp_path / "takes_nothing.txt"

@@ -39,6 +39,7 @@ from torch_recompute.planner.known import made_for
 from torch_recompute.report import report
 from torch_recompute.simulation.training_step import OPTIMIZERS, TrainingStep
 
+ONE_PROCESS = True
 pytestmark = pytest.mark.usefixtures("few_choices")
 
 
@@ -362,6 +363,7 @@ def test_less_room_plans_again(
     assert "planned again: less memory is free" in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 def test_what_a_plan_is_for_is_the_same_in_every_process(tmp_path: Path) -> None:
     """Nothing of it depends on the order of sets or on addresses."""
     script = (

@@ -484,7 +484,9 @@ def test_a_loop_that_no_plan_can_follow_is_said(capsys: pytest.CaptureFixture[st
     assert len(handle.history) <= 2
 
 
-@pytest.mark.parametrize("around", [pytest.param("sequential", marks=pytest.mark.nightly), "attributes", "root"])
+@pytest.mark.parametrize(
+    "around", ["root", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("sequential", "attributes"))]
+)
 def test_layers_that_were_left_out_are_noticed_wherever_they_are(around: str) -> None:
     """A layer that ran in no planned step is seen beside those that did, in whichever module they are."""
     layers = [block() for _ in range(LAYERS)]

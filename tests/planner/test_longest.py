@@ -57,6 +57,7 @@ def test_the_most_that_fits(along: bool | str, budget: str) -> None:
     apply(model(2), plan).remove()
 
 
+@pytest.mark.nightly
 def test_it_does_not_depend_on_the_call_that_is_given() -> None:
     """A longer or shorter call as the example gives the same length, to the fineness of the search."""
     found = [

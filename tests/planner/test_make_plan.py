@@ -40,6 +40,8 @@ from torch_recompute.planner.solve import smallest
 from torch_recompute.simulation.devices import Host, Roofline
 from torch_recompute.simulation.training_step import TrainingStep
 
+ONE_PROCESS = True
+
 WIDTH, TOKENS, BATCH = 32, 16, 2
 
 
@@ -63,7 +65,7 @@ def gpt(free_launches: None) -> Planner:
     return Planner(TrainingStep(model, args, device="h100", loss=mean_loss))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["gpt by hand", pytest.param("gpt", marks=pytest.mark.nightly)])
 def test_the_promise_is_kept(name: str) -> None:
     """With an optimizer the measured peak is the predicted one, and FLOPs and gradients are as they should be."""
     model, args = made(name)
@@ -276,7 +278,7 @@ def test_a_share_that_nothing_fits_begins_at_the_least_peak(monkeypatch: pytest.
     assert plan.predicted_peak_bytes == least
 
 
-@pytest.mark.parametrize("kind", ["gpt", "deep"])
+@pytest.mark.parametrize("kind", ["deep", pytest.param("gpt", marks=pytest.mark.nightly)])
 def test_trials_of_three_and_four_tell_of_larger_groups(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What eight layers in one region take follows from trials of three and of four, whatever is largest in them."""
     if kind == "gpt":  # gradients of weights

@@ -313,7 +313,7 @@ def test_the_peak_of_a_rank_that_runs(vpp: int, number: int, share: str) -> None
     ("vocab", "part", "vpp"),
     [
         (2048, "lm_head", 1),
-        (1024, "model.layers.3.mlp", 2),
+        pytest.param(1024, "model.layers.3.mlp", 2, marks=pytest.mark.nightly),
         pytest.param(2048, "lm_head", 2, marks=pytest.mark.nightly),
         pytest.param(1024, "model.layers.3.mlp", 1, marks=pytest.mark.nightly),
     ],

@@ -28,6 +28,7 @@ from torch_recompute.simulation import Moment
 from torch_recompute.simulation.devices import DEVICES
 from torch_recompute.simulation.training_step import TrainingStep
 
+ONE_PROCESS = True
 pytestmark = pytest.mark.usefixtures("few_choices")
 
 PATHS = [f"layers.{i}" for i in range(8)]
