@@ -164,7 +164,7 @@ def test_in_backward(case: str, recompute: str) -> None:
     """Where hooks step in backward, gradients are freed one by one, and the measured peak is the simulated one."""
     net, x = model(), batch()
     optimizers = IN_BACKWARD[case](net)
-    (one,) = peaks(net, x, recompute=recompute, loss=cross_entropy)
+    (one,) = peaks(net, x, recompute=recompute, loss=cross_entropy, device="h100")
     assert all(not optimizer.state for optimizer in optimizers)
     assert one.simulation.loop.frees_gradients
     assert "gradients freed in backward, one by one" in str(one)

@@ -53,7 +53,7 @@ def changed(keyword: str, own: Any) -> tuple[int, dict[str, Any]]:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.nightly] * (name in ("over lists", "without an optimizer")))
+        pytest.param(name, marks=[pytest.mark.nightly] * (name in ("over lists", "without an optimizer", "zeroed")))
         for name in STEPS
     ],
 )

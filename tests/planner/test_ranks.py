@@ -184,7 +184,7 @@ LAYOUTS: dict[str, tuple[Ranks, int, int]] = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in ("alone", "pipeline"))) for name in LAYOUTS]
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name != "chunks")) for name in LAYOUTS]
 )
 def test_what_a_peak_is_made_of(name: str) -> None:
     """A plan that is stated has the peak of the one that was planned, and its parts sum to it; replays take seconds."""

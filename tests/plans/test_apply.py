@@ -412,7 +412,9 @@ def test_plan_inside_a_region_of_the_user() -> None:
     assert all(torch.equal(p.grad, wanted[name]) for name, p in ours.named_parameters())
 
 
-@pytest.mark.parametrize("name", ["each layer", "pairs", "modules kept"])
+@pytest.mark.parametrize(
+    "name", ["modules kept", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("each layer", "pairs"))]
+)
 def test_compiled_without_a_break(name: str) -> None:
     """A placed model compiles in one graph, with the gradients of the plain one."""
 

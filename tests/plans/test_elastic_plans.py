@@ -365,7 +365,9 @@ def test_a_simulated_step_is_the_floor() -> None:
     assert not pool.report().rows
 
 
-@pytest.mark.parametrize("name", ["layers", "together", "calls of a name"])
+@pytest.mark.parametrize(
+    "name", ["layers", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("together", "calls of a name"))]
+)
 def test_inside_torch_compile_it_is_said_to_have_no_effect(name: str) -> None:
     """A compiled step keeps and repeats the same in every step: a warning says so, and gradients are plain's."""
     plain = model()

@@ -83,7 +83,13 @@ def test_training_is_the_same_under_every_plan(row: Row) -> None:
     assert bytes_of["uniform 2"] <= bytes_of["uniform 1"]
 
 
-@pytest.mark.parametrize("name", ["llama", "lora_llama", "deepseek_v3", "torch_decoder"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lora_llama",
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("llama", "deepseek_v3", "torch_decoder")),
+    ],
+)
 def test_label_that_frees_nothing_is_refused(name: str) -> None:
     """With an example call, a label under which nothing is freed is an error; the others give the plan without one."""
     model, inputs = build(name)
