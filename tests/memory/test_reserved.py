@@ -163,7 +163,6 @@ def test_a_limit_gives_segments_back_first() -> None:
     assert not reserved(held, True, limit=60 * MIB).ran_out
 
 
-<<<<<<< HEAD
 # Tensors in MiB with their events, a limit, what is reserved under it, and the flushes after one step, two, and so on.
 FLUSHES: dict[str, tuple[list[tuple[int, int, int]], int, int, list[int]]] = {
     "at the limit": ([(30, 1, 2), (50, 3, 4)], 80, 80, [0, 0, 0, 0]),
@@ -240,12 +239,9 @@ def test_what_is_reserved_in_words(case: str) -> None:
     assert in_words(usual, expandable, room, limited, flushes) == words
 
 
-@pytest.mark.parametrize("case", ["gpt2-xl --batch 8 --sequence 1024", "vit-h --batch 64"])
-=======
 @pytest.mark.parametrize(
     "case", ["gpt2-xl --batch 8 --sequence 1024", pytest.param("vit-h --batch 64", marks=pytest.mark.nightly)]
 )
->>>>>>> 6f221d51 (tests: more repeated rows of plans, ranks and memory are nightly)
 def test_an_h100_reserved_as_much(case: str) -> None:
     """What the allocator of an H100 counted, for a model of a published size: within 0.1 and 1 %."""
     from torch_recompute.commands import cli, models
