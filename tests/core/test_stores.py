@@ -91,21 +91,10 @@ WAYS: dict[str, Callable[[Any, nn.Module], Any]] = {
 ways = pytest.mark.parametrize("way", WAYS)
 
 
-class Layer(nn.Module):
-    """A layer that saves its input and its output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x).tanh()
-
-
 def four_layers() -> nn.Sequential:
-    """Four such layers."""
+    """Four layers, each of which saves its input and its output."""
     torch.manual_seed(0)
-    return nn.Sequential(*(Layer() for _ in range(4)))
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
 
 
 def stored(layers: nn.Sequential, store: Any, way: str = "inputs") -> Callable[[torch.Tensor], torch.Tensor]:
