@@ -222,7 +222,9 @@ def test_planning_again_keeps_the_memory() -> None:
     assert all(choice.elastic for choice in mine.handle.plan)
     rows = mine.handle.report().elastic.rows
     assert len(rows) == len(mine.handle.plan)
-    assert {row.kept + row.dropped for row in rows} == {4}  # of the same regions, before and after
+    before, after = mine.handle.history
+    same = {choice.paths[0] for choice in before if choice in [*after]}  # measured prices may change the others
+    assert {row.kept + row.dropped for row in rows if row.name in same} == {4}  # before and after
     assert all(row.dropped <= 2 for row in rows)
 
 

@@ -235,7 +235,7 @@ class Prediction:
 
     @property
     def of_host(self) -> tuple[str, ...]:
-        """What is to be said of the host, in words: how long the device waits for it, and what a slow one would do."""
+        """The sentences about the host: how long the device waits for it, and what a slow one would do."""
         share = self.waiting_seconds / self.step_seconds if self.step_seconds else 0.0
         waits = f"the device waits for its host ({self.host}) for {share:.0%} of the step: torch.compile or CUDA graphs"
         waits += " would gain more than any plan"

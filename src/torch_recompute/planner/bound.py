@@ -203,7 +203,7 @@ def _mean(kind: Kind, graph: Graph, host: Host, price: float, weight: float) -> 
         )
 
     def sides(share: float) -> tuple[float, float]:
-        """What the cheapest cut costs by the device alone, and by the host alone; saved bytes are in both."""
+        """Returns what the cheapest cut costs by the device alone, and by the host alone; saved bytes are in both."""
         one = mean(share, 1 - share)
         again, saved = selection(one.graph, price, False, True, weight, one.region) or ([], [])
         kept = price * sum(graph.nodes[i].bytes for i in saved)

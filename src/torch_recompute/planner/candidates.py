@@ -569,7 +569,7 @@ class _Needs:
         return [i for i in run if made[i].call not in kept], {i for i, _ in saved}
 
     def inside(self, paths: tuple[str, ...]) -> list[Made]:
-        """What the forward of a region makes."""
+        """Returns what the forward of a region makes."""
         return [made for made, at in zip(self._found.made, self._at, strict=True) if at == paths]
 
     @property

@@ -243,7 +243,7 @@ class StepLog:
             counted.clear()
 
     def ops(self, *phases: str) -> Counter[Op]:
-        """How often each operation ran in some phases; in all, without any."""
+        """Counts how often each operation ran in some phases; in all, without any."""
         found: Counter[Op] = Counter()
         for ran, count in self.ran.items():
             if not phases or ran.phase in phases:

@@ -157,7 +157,7 @@ class _Layer(torch.nn.Module):
 
     @classmethod
     def operations(cls, x: torch.Tensor) -> tuple[int, int]:
-        """How many operations its forward and its backward are."""
+        """The number of operations of its forward and its backward."""
         counts: list[int] = []
         for layers in (1, 2):
             ran: list[Op] = []
@@ -256,7 +256,7 @@ class Measured:
 
     @property
     def host(self) -> Host:
-        """What launches its operations: a CPU itself, which takes time for regions besides their operations."""
+        """The host that launches its operations: a CPU itself, which takes time for regions besides their operations."""
         return _overhead(self._kept) if self._device.type == "cpu" else self._host
 
     def keep(self) -> None:

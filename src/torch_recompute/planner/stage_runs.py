@@ -76,7 +76,7 @@ class StageRun:
 
     @property
     def ran(self) -> Counter[Op]:
-        """How often each operation ran."""
+        """Counts how often each operation ran."""
         return self.log.ops()
 
 

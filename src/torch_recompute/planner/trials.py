@@ -98,7 +98,7 @@ class Tried:
         return Tried(ops=Counter({op: at(self.ops[op], more.ops[op]) for op in more.ops}), **figures)
 
     def work(self, price: Callable[[Op], float]) -> Work:
-        """What a segment without regions gives device and host to do."""
+        """Returns the work of a segment without regions, for device and host."""
         launched = sum(count for op, count in self.ops.items() if not op.in_host_memory)
         return Work(sum(price(op) * count for op, count in self.ops.items()), launched)
 

@@ -26,16 +26,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from .. import errors
 from .._torch.cuda import tf32
 from ..errors.text import close_to, listed
-
-if TYPE_CHECKING:
-    from ..planner.ops import Op
 
 REACHED_FLOPS, REACHED_BYTES = 0.7, 0.8
 _FOUND, _CORRECTED = 0.9897, 0.92
@@ -45,7 +42,7 @@ UNKNOWN_NETWORK = "network of unknown speed"
 
 @dataclass(frozen=True)
 class Work:
-    """What a part of a step gives a device and its host to do.
+    """The work of a device and its host in a part of a step.
 
     Attributes:
         device: Seconds of its operations on the device.
@@ -213,8 +210,8 @@ class Roofline:
         """Its type and capability, as in "cuda 9.0"."""
         return self.kind if self.capability is None else f"{self.kind} {'.'.join(map(str, self.capability))}"
 
-    def __call__(self, op: Op) -> float:
-        """Seconds of an operation."""
+    def __call__(self, op: Any) -> float:
+        """Seconds of an operation, an `Op` of the planner."""
         if op.sent_bytes is not None:
             return op.sent_bytes / self.link_over(op.group.span)[1] + self.launch
         if op.in_host_memory:  # what is computed there is the host's
@@ -228,7 +225,7 @@ class Roofline:
             return "link", link
         return (UNKNOWN_NETWORK, link) if self.network is None else ("network", self.network)
 
-    def _speed(self, op: Op) -> float:
+    def _speed(self, op: Any) -> float:
         # An attention in 16 bits has a log-sum-exp in 32 among its results, and a product of 8 bits its scales.
         size = min((meta.dtype.itemsize for meta in op.read if meta.dtype.is_floating_point), default=4)
         if size == 4 and self.tf32 is not None and tf32(str(op.func)):  # by default for convolutions alone
