@@ -256,7 +256,7 @@ class Measured:
 
     @property
     def host(self) -> Host:
-        """The host that launches its operations: a CPU itself, which takes time for regions besides their operations."""
+        """The host that launches its operations: a CPU itself, which takes time for regions besides them."""
         return _overhead(self._kept) if self._device.type == "cpu" else self._host
 
     def keep(self) -> None:
