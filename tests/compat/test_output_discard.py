@@ -424,6 +424,17 @@ def test_subsequent_change_of_a_late_input_is_an_error() -> None:
         y.sum().backward()
 
 
+def test_change_of_an_output_before_it_is_discarded_is_an_error() -> None:
+    """An output that was changed in place is not dropped: its rebuilt values are not those that its consumer saved."""
+    odc, x = OutputDiscardCheckpoint(), rand(4)
+    h = odc.checkpoint(lambda x: x * 2, x)
+    with torch.no_grad():
+        h.add_(1)
+    y = h.sin()
+    with pytest.raises(ChangedError, match=r"the output of .* has been changed in place since"):
+        odc.discard_output_and_register_recompute(y)
+
+
 def test_without_grad_the_function_is_called_plainly() -> None:
     """Under `no_grad`, and where nothing requires grad, both calls do nothing."""
     odc, x = OutputDiscardCheckpoint(), rand(3)

@@ -30,13 +30,14 @@ pytestmark = pytest.mark.usefixtures("few_choices")
 X = torch.randn(512, 16)
 INPUT = X.nbytes
 FAST = Roofline("fast link", {1: 1e9}, 1e18, 1e-12, host_link=1e15, kind="cuda")
+SLOW = replace(FAST, name="slow link", host_link=1e3)
 
 
 @functools.cache
 def planner(device: str = "h100", **options: Any) -> Planner:
     model, _ = deep_is_made()
     loss, loop = (lambda y: y.square().mean()), Loop(hold_output=False)
-    offload, where = options.pop("offload", False), FAST if device == FAST.name else device
+    offload, where = options.pop("offload", False), {link.name: link for link in (FAST, SLOW)}.get(device, device)
     return Planner(TrainingStep(model, (X,), loss=loss, loop=loop, device=where, **options), leave=Leave(offload))
 
 
@@ -160,6 +161,21 @@ def test_what_cannot_be_stated(words: str, options: dict[str, Any], says: str) -
     """Host memory without effect is refused, and so is a limit where nothing is chosen."""
     with pytest.raises(ArgumentError, match=says):
         stated(words, **options)
+
+
+def test_waiting_for_copies_is_a_price_of_an_option() -> None:
+    """Over a slow link each option that uses host memory costs more than over a fast one."""
+    fast, slow = (
+        {
+            option.regions: option.seconds
+            for kind in planner(link.name, offload=True).costs.kinds.values()
+            for option in kind.options
+        }
+        for link in (FAST, SLOW)
+    )
+    away = {regions for regions in fast if any(choice.store or choice.offload for choice in regions)}
+    assert away
+    assert all(slow[regions] > fast[regions] for regions in away & slow.keys())
 
 
 def test_a_slow_link_makes_no_plan_worse() -> None:

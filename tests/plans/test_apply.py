@@ -18,6 +18,7 @@ from laws.watch import Tally, on_threads
 from support.replicas import replicas
 from support.training import assert_same
 from torch_recompute import ArgumentError, Choice, OnHost, Plan, apply, measure, recompute
+from torch_recompute.plan.exhausted import planned_models
 
 LAYERS, WIDTH = 6, 16
 
@@ -530,3 +531,12 @@ def test_host_needs_no_store_given() -> None:
     x.zero_()
     y.sum().backward()
     assert torch.equal(model[0].weight.grad, expected)
+
+
+def test_a_plan_that_is_removed_is_no_longer_the_models() -> None:
+    """What asks for the plan of a model, as the doctor and texts of errors do, finds none after `remove`."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    handle = apply(model, Plan((Choice(("0",)),)))
+    assert planned_models[model] == handle.plan
+    handle.remove()
+    assert model not in planned_models

@@ -377,3 +377,25 @@ def test_transforms_of_torch_func(choice: Choice, name: str) -> None:
     with pytest.warns(RuntimeWarning, match="inside a transform of torch.func"):
         got = TRANSFORMS[name](model, x.clone())
     assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("by_name", [True, False], ids=["by name", "by position"])
+def test_a_kept_attention_with_dropout_leaves_the_generator_as_it_did(by_name: bool) -> None:
+    """A dropout behind it draws the same mask in the replay, however the attention was told of its own dropout."""
+
+    class Layer(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)[None, None]
+            dropout = {"dropout_p": 0.3} if by_name else {}
+            args = () if by_name else (None, 0.3)
+            return F.dropout(F.scaled_dot_product_attention(y, y, y, *args, **dropout).exp(), 0.5)[0, 0]
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Layer(4, 4))
+    found: list[torch.Tensor] = []
+    for plan in (Plan(()), Plan((Choice(("0",), ("@attention",)),))):
+        handle = apply(model, plan)
+        torch.manual_seed(1)
+        found.append(torch.autograd.grad(model(rand(8, 4)).sum(), model[0].weight)[0])
+        handle.remove()
+    assert torch.equal(*found)

@@ -618,6 +618,16 @@ def test_offload_modules_that_are_not_recomputed(label: str) -> None:
     handle.remove()
 
 
+@pytest.mark.parametrize(
+    ("label", "path"), [("attn_norm", "input_layernorm"), ("mlp_norm", "pre_feedforward_layernorm")]
+)
+def test_a_norm_is_the_one_in_front(label: str, path: str) -> None:
+    """Where layers have norms in front of their parts and behind them, the one in front is offloaded."""
+    model, _ = build("gemma2")
+    plan = RecomputeConfig(fine_grained_activation_offloading=True, offload_modules=[label]).plan(model)
+    assert [choice.paths for choice in plan] == [(f"model.layers.{i}.{path}",) for i in range(3)]
+
+
 def test_offload_modules_of_layers_that_block_leaves() -> None:
     """The first layers are regions, and of the others parts are offloaded; gradients are the plain ones."""
     torch.manual_seed(0)
