@@ -358,4 +358,12 @@ FAULTS = (
         "the tiled result needs no gradient: everything before it stays untrained, silently",
         "core/test_tiles.py",
     ),
+    Fault(
+        "regions-for-free",
+        "simulation/devices.py",
+        "return plain + self.region * work.regions + self.call * work.calls",
+        "return plain + self.call * work.calls",
+        "regions cost a host nothing: plans of many small regions are promised to be fast, and are slow",
+        "planner/test_launching.py planner/test_lower_bound.py planner/test_price_files.py",
+    ),
 )
