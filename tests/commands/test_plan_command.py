@@ -33,6 +33,7 @@ from torch_recompute.planner.hosts import Leave
 from torch_recompute.planner.layout import LayoutPlanner
 from torch_recompute.planner.longest import Longest, LongestOnRanks
 from torch_recompute.planner.states import Stated
+from torch_recompute.simulation.devices import HOSTS
 from torch_recompute.simulation.training_step import TrainingStep
 
 ONE_PROCESS = True  # the ranks of one step are profiled once
@@ -332,7 +333,7 @@ def test_what_ranks_are_planned_with(llama: str, reached: Callable[..., tuple[An
     name, model, word, layout, *others = reached(*argv, *states, "--budget", "50%")
     assert (name, type(model).__name__, word) == ("LayoutPlanner", "LlamaForCausalLM", llama)
     assert (layout.ranks.pp, layout.ranks.dp, layout.mbs, layout.microbatches) == (3, 2, 2, 6)
-    assert others == [64, "adamw", "a100", Stated(None, "", on_host=True), Leave(offload=True)]
+    assert others == [64, "adamw", "a100", Stated(None, "", on_host=True), Leave(offload=True), HOSTS["typical"]]
     assert reached(*argv, "--frontier", "--states", "8bit")[0] == "LayoutPlanner"
     name, _, _, layout, tokens, *_ = reached(*argv, "--recompute", "full")
     assert (name, layout.mbs, tokens) == ("LayoutRanks", 2, 64)

@@ -24,6 +24,7 @@ from distributed.staged import CLASSES, LAYERS, MICROBATCHES, ROWS, TARGET, WIDT
 from torch_recompute import Choice, Plan, Ranks, Stages, apply, measure
 from torch_recompute.planner.pipeline import PipelineRank, PipelineStages
 from torch_recompute.planner.schedules import Pipeline
+from torch_recompute.simulation.devices import DEVICES
 from torch_recompute.simulation.training_step import TrainingStep
 
 PATHS = [f"layers.{i}" for i in range(LAYERS)]
@@ -45,7 +46,7 @@ def predicted(ranks: Ranks, schedule: str, plan: Plan) -> list[int]:
     """The peak of each rank of the pipeline."""
     batch = torch.zeros(1, ROWS, dtype=torch.long)
     step = TrainingStep(Net(), (batch,), loss=partial(loss_of, target=TARGET), ranks=ranks)
-    stages = PipelineStages(step, PATHS, pipeline_of(ranks, schedule), torch.optim.AdamW, False, lambda op: 0.0)
+    stages = PipelineStages(step, PATHS, pipeline_of(ranks, schedule), torch.optim.AdamW, False, DEVICES["h100"])
     found = [PipelineRank(stages, number) for number in range(ranks.pp)]
     return [one.peak({stage: stages.stated(stage, plan, one.kinds) for stage in one.stages}).bytes for one in found]
 
