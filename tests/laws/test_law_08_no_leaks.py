@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import gc
 import weakref
 from typing import Any
 
@@ -29,6 +30,7 @@ def warm():
     with Bytes():
         for case in CASES:
             step(case, PLAIN)
+    gc.freeze()  # what these imported: each test looks at all objects
 
 
 def may_refuse(case, placement):
