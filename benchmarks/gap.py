@@ -27,7 +27,7 @@ from torch_recompute.planner.bound import bound
 from torch_recompute.planner.cost import Costs, Option
 from torch_recompute.planner.planner import Planner
 from torch_recompute.planner.solve import choose, smallest
-from torch_recompute.simulation.devices import host_of
+from torch_recompute.simulation.devices import read_host
 from torch_recompute.simulation.training_step import TrainingStep
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
@@ -95,7 +95,7 @@ def planner(name: str, host: str = "typical") -> Planner:
         model = MODELS[name].model(layers, width, tokens).to(torch.bfloat16)
         batch = MODELS[name].batch(tokens, number)
     batch = batch.to(torch.bfloat16) if batch.is_floating_point() else batch
-    step = TrainingStep(model, (batch,), optimizer=torch.optim.AdamW, device="h100", host=host_of(host))
+    step = TrainingStep(model, (batch,), optimizer=torch.optim.AdamW, device="h100", host=read_host(host))
     return Planner(step)
 
 
@@ -143,7 +143,7 @@ def main() -> None:
     options = arguments("How far plans are from the bound on every schedule.", which, host="the host (typical)")
     (host,) = options.host or ["typical"]
     figures: list[dict[str, Any]] = []
-    print(f"h100 and its host: {host_of(host)}")
+    print(f"h100 and its host: {read_host(host)}")
     print("model            budget | more %  gap % | gap % without norms with parts and groups")
     wanted = options.words or [*CASES, *SMALL]
     for name, (*_, goal) in CASES.items():

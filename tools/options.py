@@ -23,7 +23,7 @@ CALLS = {
     "_StoreFalseAction": "store_false",
     "_AppendAction": "append",
 }
-"""The actions of arguments that are written, by their classes; help and version are made anew."""
+"""The actions of arguments that are written, by their classes; help and version are made again."""
 
 
 def described(parser: argparse.ArgumentParser, about: str = "") -> dict[str, Any]:

@@ -38,7 +38,7 @@ from .planner.planner import Planner
 from .planner.profile import Profile
 from .planner.sizes import Lengths, calls_of, plan_sizes
 from .region import checked_pool
-from .simulation.devices import GivenHost, Host, Roofline, host_of, typical
+from .simulation.devices import GivenHost, Host, Roofline, read_host, typical
 from .simulation.recording import LedgerMeter
 from .simulation.step import simulate_step
 from .simulation.training_step import (
@@ -657,7 +657,7 @@ def make_plan(
     given = {"compiled": compiled, "stages": stages is not None, "sizes": bool(sizes or longest), "tiles": bool(tiles)}
     given |= {"host": host != "typical"}
     _refuse({**given, "offload": offload is not False, "loop": loop != COMMON, "ranks": ranks is not None})
-    leave, launcher = Leave.of(offload, host_bandwidth, tiles), host_of(host)
+    leave, launcher = Leave.of(offload, host_bandwidth, tiles), read_host(host)
     update = optimizer_of("make_plan", optimizer, model)
     step = TrainingStep(_of_one_rank(model, ranks), *call, loss, update, device, loop, ranks or ALONE, launcher)
     with at_work(f"planning {type(model).__name__}"):

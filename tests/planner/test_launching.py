@@ -22,7 +22,7 @@ from torch_recompute.planner.cost import Costs, Kind, Option, Segment, launched_
 from torch_recompute.planner.known import forget
 from torch_recompute.planner.planner import Planner
 from torch_recompute.planner.solve import choose, smallest
-from torch_recompute.simulation.devices import HOST_FIGURES, ITSELF, SLOW, TYPICAL, Host, Work, host_of, typical
+from torch_recompute.simulation.devices import HOST_FIGURES, ITSELF, SLOW, TYPICAL, Host, Work, read_host, typical
 from torch_recompute.simulation.training_step import TrainingStep
 
 # Operations that a replay runs beside those of the forward: a dropout after the last product, whose values nothing
@@ -127,9 +127,9 @@ def test_a_host_is_a_word_or_a_file(tmp_path: Path) -> None:
     """Seconds are those of the host that is named: the typical one by default, the slow one, or that of a file."""
     file = tmp_path / "host.json"
     file.write_text(json.dumps({**FIGURES, "note": "anything else"}))
-    assert host_of("typical") == TYPICAL == typical()
-    assert host_of("slow") == SLOW
-    assert host_of(file) == host_of(str(file)) == Host(str(file), 4e-5, 5e-5, 2e-3, 1e-4, 5e-6, apart=True)
+    assert read_host("typical") == TYPICAL == typical()
+    assert read_host("slow") == SLOW
+    assert read_host(file) == read_host(str(file)) == Host(str(file), 4e-5, 5e-5, 2e-3, 1e-4, 5e-6, apart=True)
     default, named, slow, measured = (
         promised(**how) for how in ({}, {"host": "typical"}, {"host": "slow"}, {"host": file})
     )
@@ -156,9 +156,9 @@ def test_a_file_that_holds_no_host(text: str, said: str, tmp_path: Path) -> None
     file = tmp_path / "host.json"
     file.write_text(text)
     with pytest.raises(ArgumentError, match=said):
-        host_of(file)
+        read_host(file)
     with pytest.raises(ArgumentError, match=r"host='slo' is neither .* Close to it: slow"):
-        host_of("slo")
+        read_host("slo")
 
 
 def test_a_cpu_has_no_other_host() -> None:

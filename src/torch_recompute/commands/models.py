@@ -42,7 +42,7 @@ from ..planner.layout import Layout, one_rank
 from ..planner.profile import Profile
 from ..planner.solve import frontier, planned
 from ..planner.states import STATES, Stated
-from ..simulation.devices import DEVICES, HOSTS, Device, connected, host_of
+from ..simulation.devices import DEVICES, HOSTS, Device, connected, read_host
 from ..simulation.experts import shared_experts
 from ..simulation.fused import OPTIONS, FusedLayers, fuse
 from ..simulation.training_step import (
@@ -789,7 +789,7 @@ class AskedStep(TrainingStep):
             model = with_adapters(model, args, sharded=ranks.fully_sharded)
             layers = run_as(model, how, ranks)
         notes += () if layers is None else tuple(layers.notes)
-        host = host_of(getattr(args, "host", None) or "typical")
+        host = read_host(getattr(args, "host", None) or "typical")
         words: Any = host, args.model, name, leave_of(args), notes, built_here, layers, again
         return AskedStep(model, *call, loss, optimizer, device, loop, ranks, *words, asked_states=states_words(args))
 

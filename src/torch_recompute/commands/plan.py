@@ -57,7 +57,7 @@ from ..planner.planner import Planner
 from ..planner.profile import Profile
 from ..planner.sent import Sent, unknown_network
 from ..planner.states import Stated
-from ..simulation.devices import host_of
+from ..simulation.devices import read_host
 from ..simulation.experts import expert_paths, shared_experts
 from ..simulation.training_step import OPTIMIZERS, USUAL, elements, states_of
 from . import models
@@ -688,7 +688,7 @@ class _OnRanks:
         if mbs is not None:
             layout = replace(layout, mbs=mbs, batch=layout.microbatches * layout.ranks.batches * mbs)
         device = models.device_of(args, "h100")
-        words = args.optimizer, device, self.kept, models.leave_of(args), host_of(args.host or "typical")
+        words = args.optimizer, device, self.kept, models.leave_of(args), read_host(args.host or "typical")
         return kind(self.model, args.model, layout, tokens or self.tokens, *words)
 
     @property

@@ -24,8 +24,8 @@ import functools
 import hashlib
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -170,12 +170,10 @@ class _Layer(torch.nn.Module):
         return counts[2] - counts[0], counts[3] - counts[1]
 
 
-def _in_training() -> AbstractContextManager[object]:
-    stack = ExitStack()
-    stack.enter_context(torch.inference_mode(False))
-    stack.enter_context(torch.enable_grad())
-    stack.enter_context(torch.autocast("cpu", enabled=False))
-    return stack
+@contextmanager
+def _in_training() -> Generator[None]:
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        yield
 
 
 def _stack(layer: Callable[[], torch.nn.Module], count: int, device: torch.device) -> torch.nn.Module:

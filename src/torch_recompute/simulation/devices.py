@@ -139,7 +139,7 @@ def typical() -> Host:
     return HOSTS["typical"]
 
 
-def host_of(given: GivenHost) -> Host:
+def read_host(given: GivenHost) -> Host:
     """Reads the host that launches operations, as users name it.
 
     Raises:

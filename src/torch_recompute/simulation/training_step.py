@@ -27,7 +27,7 @@ from ..memory.free import CONTEXT, free_bytes, held_bytes, memory_of, reserve
 from ..memory.loop import COMMON, Loop
 from ..memory.measurement import weights_of
 from ..plan.ranks import Ranks
-from .devices import Device, GivenHost, Host, Where, host_of, typical, where
+from .devices import Device, GivenHost, Host, Where, read_host, typical, where
 
 Loss = Callable[[Any], torch.Tensor] | None
 ALONE = Ranks()
@@ -80,7 +80,9 @@ class TrainingStep:
         """
         args, kwargs, loss = with_labels(what, model, args, kwargs, loss)
         call = call_of(what, model, args, kwargs, a_module=True)
-        return TrainingStep(model, *call, loss, optimizer_of(what, optimizer, model), device, loop, host=host_of(host))
+        return TrainingStep(
+            model, *call, loss, optimizer_of(what, optimizer, model), device, loop, host=read_host(host)
+        )
 
     @property
     def call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
