@@ -1,7 +1,7 @@
 """Plants one-line faults into the package, one after the other, and says which test catches each.
 
     python tools/plant_faults.py                            # every row of `faults.py`; `make faults`
-    python tools/plant_faults.py states-lock room-for-one-less   # some of them
+    python tools/plant_faults.py generators-of-two-threads room-for-one-less   # some of them
     python tools/plant_faults.py --list                     # only says which there are
     python tools/plant_faults.py --save faults              # and writes benchmarks/results/faults.json
 

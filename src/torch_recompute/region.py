@@ -172,13 +172,14 @@ def recompute(
         from .engine.tiles import check as check_tiles
 
         check_tiles(fn, tiles, tile_dim)
-    for ambient in [state] if hasattr(state, "capture") else state:
+    given: tuple[Any, ...] = (state,) if hasattr(state, "capture") else tuple(state)
+    for ambient in given:
         a_state = hasattr(ambient, "capture") and hasattr(ambient, "restore")
         if ambient is state or isinstance(ambient, type) or not a_state:
             raise errors.ArgumentError(_not_an_ambient(ambient))
     label = name or name_of(fn)
     make = None if elastic is None else checked_pool(elastic).calls(fn, label)
-    options = Options(label, inputs, (*DEFAULT, *state), check, early_stop, tile=tiles is not None, make=make)
+    options = Options(label, inputs, (*DEFAULT, *given), check, early_stop, tile=tiles is not None, make=make)
 
     def region(*args: P.args, **kwargs: P.kwargs) -> R:
         if name is not None and thread.overrides is not None:
@@ -191,7 +192,7 @@ def recompute(
             return call(options, fn, args, kwargs)
         return run(options, fn, args, kwargs)
 
-    again = functools.partial(recompute, name=name, inputs=inputs, state=state, check=check, early_stop=early_stop)
+    again = functools.partial(recompute, name=name, inputs=inputs, state=given, check=check, early_stop=early_stop)
     return named_as(fn, region, functools.partial(again, tiles=tiles, tile_dim=tile_dim, elastic=elastic))
 
 
@@ -289,8 +290,12 @@ def _run_untraced(name: str, compiler: Any, region: Callable[[], Any]) -> Any:
     observers = () if here.observers is None else here.observers.each
     if compiler is None or any(isinstance(observer, _CompiledInside) for observer in observers):
         return region()
-    with observing(_CompiledInside(compiler)):
-        return region()
+    hidden, thread.calls_hidden = thread.calls_hidden, True
+    try:
+        with observing(_CompiledInside(compiler)):
+            return region()
+    finally:
+        thread.calls_hidden = hidden
 
 
 def _untraceable(options: Options) -> str:

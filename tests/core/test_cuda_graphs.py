@@ -4,6 +4,7 @@ Where there is no device, a capture is acted: `Acted` is a generator that knows 
 offset that starts at 0 in each graph), and "drawing" moves it. What needs the device itself is marked `gpu`.
 """
 
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +41,7 @@ class Acted:
     """The generator of a device that captures graphs."""
 
     def __init__(self) -> None:
+        self.lock = threading.Lock()  # a handle, no plain data that a replay would put back
         self.graph = 0
         self.offset = 100
         self.intragraph = 0

@@ -11,8 +11,10 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -24,12 +26,12 @@ from torch_recompute._torch import devices, modes
 FOLDER = os.path.dirname(torch_recompute.__file__)
 HOOKS = 71  # 24 tensors saved in forward, 23 until the replay ends, 24 read
 DEVICES = 0 if devices.ACCELERATOR is None else 13  # a build of torch for a device, whose generators are asked for
-CALLS, KINDS = 97 + DEVICES, 28 + DEVICES
-SMALL = 39 + DEVICES
+CALLS, KINDS = 120 + DEVICES, 51 + DEVICES
+SMALL, ORDINARY = 58 + DEVICES, 59 + DEVICES
 KEPT = (
-    344 + DEVICES
+    364 + DEVICES
 )  # of which 33 show a function to the mode that finds products and attention, and 2 hold what is stored
-NORMS = 260 + DEVICES  # of which 27 tensors go through three hooks each, and 38 memories are told apart
+NORMS = 264 + DEVICES  # of which 27 tensors go through three hooks each, and 18 memories are told apart
 SEEN = _torch.version_of_dict is getattr(torch._C._dynamo.guards, "dict_version", None)
 READ = 0 if SEEN else 10  # where torch does not see attributes that are set, as on Python 3.13, modules are read
 
@@ -102,6 +104,14 @@ def test_a_block_with_kept_calls() -> None:
     assert calls(lambda: model(x)).total() <= KEPT + READ
 
 
+def test_an_ordinary_region() -> None:
+    """A layer and dropout: forward, replay and hooks, whose way through the files `docs/trust.md` walks."""
+    region, x = recompute(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))), torch.randn(8, 8, requires_grad=True)
+    found = calls(lambda: region(x))
+    assert found.total() <= ORDINARY + READ, found
+    assert len({name.partition(":")[0] for name in found}) <= 11, found
+
+
 def test_a_small_function() -> None:
     """A function of five operations, where the calls besides the hooks are nearly all."""
     region, x = recompute(lambda x: x.sin().cos().exp().tanh().sin()), torch.randn(8, 8, requires_grad=True)
@@ -113,3 +123,42 @@ def test_running_statistics() -> None:
     layers = [layer for _ in range(3) for layer in (nn.Conv2d(4, 4, 1, bias=False), nn.BatchNorm2d(4), nn.ReLU())]
     region, x = recompute(nn.Sequential(*layers)), torch.randn(2, 4, 2, 2, requires_grad=True)
     assert calls(lambda: region(x)).total() <= NORMS + READ
+
+
+class Deep(nn.Module):
+    """A model of equal blocks, which count their calls where `counts`."""
+
+    def __init__(self, depth: int, counts: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(depth))
+        self.counts, self.calls = counts, 0
+        for block in self.blocks:
+            block.calls = 0  # type: ignore[assignment]
+
+    def run(self, i: int, x: torch.Tensor) -> torch.Tensor:
+        """One block."""
+        block: Any = self.blocks[i]
+        if self.counts:
+            block.calls += 1
+            self.calls += 1
+        return block(x)
+
+
+WAYS: dict[str, Callable[[Deep, torch.Tensor], torch.Tensor]] = {
+    "bound method": lambda model, x: recompute(model.run)(1, x),
+    "closure": lambda model, x: recompute(lambda x: model.run(1, x))(x),
+    "partial": lambda model, x: recompute(partial(model.run, 1))(x),
+    "list in a closure": lambda model, x: (lambda blocks: recompute(lambda x: blocks[1](x))(x))([*model.blocks]),
+}
+
+
+@pytest.mark.parametrize("counts", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_region_costs_what_it_runs(way: str, counts: bool) -> None:
+    """A region in a model of 80 blocks makes the calls of one in a model of 10, also where blocks set an attribute."""
+    x = torch.randn(2, 4, requires_grad=True)
+    made = []
+    for depth in (10, 80):
+        model = Deep(depth, counts)
+        made.append(calls(lambda model=model: WAYS[way](model, x)))
+    assert made[0] == made[1]

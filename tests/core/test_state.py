@@ -23,7 +23,7 @@ from laws.watch import vector
 from torch_recompute import ChangedError, _torch, no_recompute, recompute
 from torch_recompute import state as states
 from torch_recompute._torch import devices
-from torch_recompute.engine import replay_state
+from torch_recompute.engine import generators, taken
 from torch_recompute.state import Ambient, CpuRng, DeviceRng, GeneratorRng, NumpyRng, PythonRng, TensorState
 
 
@@ -186,11 +186,26 @@ def test_state_is_put_back_after_an_error(make: Any) -> None:
 def test_what_was_not_used_is_not_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     """No generator is set in a replay whose forward drew nothing; one is where it did."""
     restored: list[Any] = []
-    monkeypatch.setattr(CpuRng, "restore", lambda self, value: restored.append(value))
+    monkeypatch.setattr(generators, "_set_cpu_state", restored.append)
     recompute(lambda x: x.sin().exp())(vector()).sum().backward()
     assert not restored
     recompute(lambda x: torch.dropout(x.sin(), 0.5, True).exp())(vector()).sum().backward()
     assert len(restored) == 2
+
+
+@pytest.mark.parametrize(
+    "given", [iter, lambda states: (one for one in states), tuple], ids=["iterator", "generator", "tuple"]
+)
+def test_states_may_be_given_by_anything_that_is_read_once(given: Any) -> None:
+    """A generator that `state=` names by an iterator is put back as one that a list names."""
+    masks = []
+    region = recompute(lambda x: (x * random.random()).sin().exp(), state=given([PythonRng()]))
+    for wrap in (region, region.__wrapped__):
+        random.seed(0)
+        x = vector()
+        (wrap(x) + wrap(x)).sum().backward()
+        masks.append(x.grad)
+    assert torch.equal(*masks)
 
 
 def test_no_device_no_state() -> None:
@@ -722,7 +737,7 @@ def test_large_buffers() -> None:
         def __init__(self, write: bool) -> None:
             super().__init__()
             self.write = write
-            self.register_buffer("cache", torch.zeros(replay_state.SMALL // 4 + 1))
+            self.register_buffer("cache", torch.zeros(taken.SMALL // 4 + 1))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if self.write:

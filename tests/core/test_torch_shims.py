@@ -13,6 +13,7 @@ import importlib
 import logging
 import operator
 import pkgutil
+import subprocess
 import sys
 import threading
 import types
@@ -217,18 +218,6 @@ def each_backward_call_has_a_number(t: Any) -> Any:
     return outside, len({outside, one, other}) == 3
 
 
-@row("will_run", [(True, True), (False, True), (False, True)])
-def nodes_that_run(t: Any) -> Any:
-    """Says of a node whether the running call runs it, also of a leaf that `autograd.grad` was asked for."""
-    a, b, seen = vector(), vector(), []
-    look = lambda: seen.append(tuple(t.will_run(get_gradient_edge(x).node) for x in (a, b)))  # noqa: E731
-    loss = Look.apply(a * b, look).sum()
-    loss.backward(retain_graph=True)
-    torch.autograd.grad(loss, [b], retain_graph=True)
-    loss.backward(inputs=[b])
-    return seen
-
-
 @row("after_backward", ["node", "gradient", "after", "returned"])
 def a_callback(t: Any) -> Any:
     """A callback runs once, when the running call has computed all gradients, before it returns."""
@@ -258,12 +247,16 @@ def numbers_of_nodes(t: Any) -> Any:
     return t.sequence_of(y.grad_fn) < t.sequence_of(z.grad_fn) < t.sequence_of(leaf)
 
 
-@row("leads_to upstream nodes_from", ([(True, False)], [], 2))
+@row("upstream nodes_from", ([(True, False)], [], 2))
 def what_backward_has_yet_to_reach(t: Any) -> Any:
     """In a backward the leaf that it leads to is upstream until it has been reached, another leaf is not."""
     leaf, other, seen = vector(), vector(), []
     middle = leaf.sin()
-    middle.register_hook(lambda _: seen.append((t.leads_to(leaf), t.leads_to(other))))
+
+    def leaves() -> list[Any]:
+        return [getattr(node, "variable", None) for node in t.upstream()]
+
+    middle.register_hook(lambda _: seen.append(tuple(any(one is x for one in leaves()) for x in (leaf, other))))
     middle.exp().sum().backward()
     return seen, list(t.upstream()), len(list(t.nodes_from([None, middle.grad_fn])))
 
@@ -465,10 +458,14 @@ each(
 )
 each("storage_id", [False], MEMORY.clone(), view=lambda i: i == _torch.storage_id(MEMORY))
 each("storage_id", [0], torch.eye(2).to_sparse())
+EMPTIED = torch.ones(3)
+EMPTIED.untyped_storage().resize_(0)
+each("is_emptied", [False, True, False], torch.ones(3), EMPTIED, torch.eye(2).to_sparse())
 row("same_bytes", [True, False, False], lambda t: [t.same_bytes(STATE, x) for x in (STATE.clone(), OTHER, STATE[:-1])])
 row("same_bytes", True, lambda t: t._differ(STATE.data_ptr(), OTHER.data_ptr(), 5056))  # Windows has memcmp elsewhere
 # Containers are what pytrees take apart, and nothing else.
 each("is_container", [True] * 5, (1,), [], {}, OrderedDict(), Pair(1, 2))
+each("node_of", [None] * 3, torch.ones(1), "text", {1})
 each("is_container", [False] * 5, torch.ones(1), "text", None, {1}, object())
 each("is_operator", [True, False], aten.mm.default, len)
 each("fakes.is_sharded", [False, True], d_tensor("mine"), d_tensor("torch.distributed.tensor"))
@@ -813,6 +810,66 @@ def streams(t: Any) -> Any:
         t.wait_for(d, far)
         patch.setattr(t.devices, "_module", types.SimpleNamespace)
         return switched, waits[4:], recorded, t.streams_of(tensors)
+
+
+@row("modes.ends_silently", [True, True, True, False])
+def modes_that_may_be_entered_again(t: Any) -> Any:
+    """A mode may be, whose class is torch's or leaves it to torch what is done at its end."""
+
+    class Plain(TorchDispatchMode):
+        pass
+
+    class Writes(TorchDispatchMode):
+        def __exit__(self, *error: Any) -> None:
+            super().__exit__(*error)
+
+    plain, device = Plain(), torch.device("cpu")
+    with device:
+        entered = t.modes.function_modes()
+    return [*map(t.modes.ends_silently, (plain, TorchFunctionMode(), entered[-1], Writes()))]
+
+
+@row("modes.LightDispatchMode", "False")
+def a_mode_that_loads_no_compiler(t: Any) -> Any:
+    """The first use of such a mode in a process does not import the compiler."""
+    lines = (
+        "import sys, torch",
+        "from torch_recompute._torch.modes import LightDispatchMode",
+        "class Mode(LightDispatchMode):",
+        "    def __torch_dispatch__(self, func, types, args=(), kwargs=None): return func(*args, **(kwargs or {}))",
+        "with Mode(): torch.ones(2) + 1",
+        "print('torch._dynamo' in sys.modules)",
+    )
+    return subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True).stdout.strip()
+
+
+@row("modes.watch_calls modes.unwatch_calls", [["Linear"], ["Linear"]])
+def calls_of_modules(t: Any) -> Any:
+    """A watcher sees each module that is called, before its forward, until it is taken away."""
+    seen: list[str] = []
+    layer, x = nn.Linear(2, 2), torch.ones(1, 2)
+    t.modes.watch_calls("test", lambda module, args: seen.append(type(module).__name__))
+    layer(x)
+    first = [*seen]
+    t.modes.unwatch_calls("test")
+    layer(x)
+    return [first, seen]
+
+
+@row("devices.generator_id", [True, True, False])
+def generators_have_an_identity(t: Any) -> Any:
+    """One generator has one identity, also as an operation gives it to a dispatch mode; two have two."""
+    mine, other, seen = torch.Generator(), torch.Generator(), []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append((kwargs or {}).get("generator"))
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        torch.rand(2, generator=mine)
+    same = t.devices.generator_id
+    return [same(mine) == same(mine), same(mine) == same(seen[-1]), same(mine) == same(other)]
 
 
 @row("devices.captured_state devices.set_captured_state", [(-5, 8), (-5, 20)])
@@ -1172,7 +1229,7 @@ def test_a_shim_with_a_name_gone(row: Row, gone: str, monkeypatch: pytest.Monkey
 
 # Shims that are tried where they are used: in a file of tests, by what is called there.
 ELSEWHERE = {
-    "tree_flatten tree_unflatten tree_leaves tensors_in": ("core/test_arguments.py", "Call("),
+    "tree_flatten tree_unflatten tree_leaves tensors_in": ("planner/test_arguments.py", "Call("),
     "see_through SEE_THROUGH checkpoints.respect_hooks": ("compat/test_checkpoint.py", "respect_saved_tensors_hooks="),
     "storages.cpu_allocations": ("memory/test_measure.py", "cpu_allocations("),
     "storages.uses": ("memory/test_measure.py", "uses("),

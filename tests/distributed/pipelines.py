@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
+from torch.utils.checkpoint import GraphExecGroup, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as stock
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from torch_recompute import (
     Choice,
@@ -41,6 +42,11 @@ ONE = ("GPipe", "1F1B")  # one stage per rank; all others have two
 BACK = ("ZBVZeroBubble", "DualPipeV")  # the second half of the stages goes back through the ranks
 SPLIT = ("InterleavedZeroBubble", *BACK)  # backward in two halves
 SCHEDULES = (*ONE, "LoopedBFS", "Interleaved1F1B", *SPLIT)
+
+
+def halves_of(schedule: str) -> AbstractContextManager[Any]:
+    """What a step of a schedule that splits backward in two is called in, so that regions replay once for both."""
+    return GraphExecGroup() if schedule in SPLIT else nullcontext()
 
 
 def _with_others(stage: Any, neighbors: Callable[[Any], Any] = PipelineStage._get_init_p2p_neighbors_ops) -> list[Any]:
@@ -215,7 +221,8 @@ def step(schedule: str, place: str, dropout: float = 0.0) -> tuple[dict[str, tor
             module.zero_grad()
         for layer in every:
             layer.notes = Counter({"carried": layer.notes["carried"]})
-        pipeline.step(*([x] if 0 in here else []), **({"target": target} if count - 1 in here else {}))
+        with halves_of(schedule if not place.startswith("stock") else ""):
+            pipeline.step(*([x] if 0 in here else []), **({"target": target} if count - 1 in here else {}))
     gradients = {
         f"layers.{number * each + int(name.split('.')[1])}.{name.split('.', 2)[2]}": parameter.grad
         for number, module in modules.items()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from distributed.pipelines import ONE
+from distributed.pipelines import ONE, halves_of
 from support.models import Residual
 from torch_recompute import Plan, StagePlans, Stages, apply, measure
 from torch_recompute.distributed import agree_on
@@ -192,7 +192,8 @@ def trained(schedule: str, plans: StagePlans, part: Part = ALL) -> dict[str, Any
 
         def step() -> None:
             torch.manual_seed(2)
-            pipeline.step(*([ids] if 0 in here else []), **last)
+            with halves_of(schedule):
+                pipeline.step(*([ids] if 0 in here else []), **last)
 
         # The buffers that the schedule keeps are made in the first step, so that one is measured, too.
         batch = [*([ids] if 0 in here else []), *last.values()]

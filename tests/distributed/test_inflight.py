@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from distributed.pipelines import BACK, ONE, SCHEDULES, stages_of
+from distributed.pipelines import BACK, ONE, SCHEDULES, halves_of, stages_of
 from torch_recompute.planner.schedules import in_flight, orders_named, orders_of
 
 WIDTH = 4
@@ -46,7 +46,8 @@ def ran(schedule: str, microbatches: int) -> tuple[list[str], list[str], dict[in
     x = torch.ones(2 * microbatches, WIDTH)
 
     def step() -> None:
-        pipeline.step(*([x] if 0 in here else []), **({"target": x} if count - 1 in here else {}))
+        with halves_of(schedule):
+            pipeline.step(*([x] if 0 in here else []), **({"target": x} if count - 1 in here else {}))
 
     step()
     methods = {"F": "forward_one_chunk", "B": "backward_one_chunk", "W": "backward_weight_one_chunk"}

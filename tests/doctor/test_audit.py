@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -61,13 +62,21 @@ def code_of(line: str) -> str:
 
 
 class Holder:
-    """Hides what it holds from the engine, two attributes deep."""
+    """Holds something, two attributes deep."""
 
     def __init__(self, value: Any) -> None:
         self.inner = {"value": [value]}
 
     def get(self) -> Any:
         return self.inner["value"][0]
+
+
+class Handle(Holder):
+    """Hides what it holds from the engine, which leaves objects with more than plain data alone."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(value)
+        self.lock = threading.Lock()
 
 
 class Faulty(nn.Module):
@@ -82,8 +91,8 @@ class Faulty(nn.Module):
         self.plain_calls, self.plain_log, self.plain_names = 0, [], {}
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.register_buffer("seen", torch.zeros(WIDTH))
-        self.hidden = Holder(torch.zeros(WIDTH))
-        self.generator = Holder(torch.Generator())
+        self.hidden = Handle(torch.zeros(WIDTH))
+        self.generator = Handle(torch.Generator())
         self.turns = Holder(iter(range(100)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -301,12 +310,12 @@ def test_the_line_in_a_model_of_torchs_modules() -> None:
 
 
 def test_a_buffer_in_evaluation_mode_is_named() -> None:
-    """A buffer that a module in evaluation mode changes, which the engine does not put back, is named by its path."""
+    """A large buffer that a module in evaluation mode changes is named by its path: the engine does not put it back."""
 
     class Tracks(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.register_buffer("seen", torch.zeros(WIDTH))
+            self.register_buffer("seen", torch.zeros(5000, WIDTH))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.seen += x.detach().sum(0)

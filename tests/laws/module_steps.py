@@ -16,7 +16,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
 from laws.watch import bits
-from torch_recompute.engine import captures
+from torch_recompute.engine import taken
 
 STEPS = {}
 
@@ -342,7 +342,7 @@ def large_containers_that_grow(place):
         layer.dict[len(layer.dict)] = 1
         return y.exp() * len(layer.list) * len(layer.dict)
 
-    more = captures.MANY + 1
+    more = taken.MANY + 1
     layer = Layer(body, list=[1] * more, dict=dict.fromkeys(range(more), 1))
     x, call = rand(2, 4), place(layer)
     y = call(call(x))

@@ -80,8 +80,9 @@ def split_in_two(run, first, order):
     halves = [[x], list(layer.parameters())]
     if not order:
         halves.reverse()
-    one = torch.autograd.grad(loss, halves[0], retain_graph=True)
-    two = torch.autograd.grad(loss, halves[1])
+    with GraphExecGroup():
+        one = torch.autograd.grad(loss, halves[0], retain_graph=True)
+        two = torch.autograd.grad(loss, halves[1])
     return (one, two) if order else (two, one)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import gc
+import types
 import weakref
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import GraphExecGroup
 from torch.utils.checkpoint import checkpoint as stock
 
 from laws.cases import CASES
@@ -192,6 +194,23 @@ def test_a_retained_graph_keeps_what_it_kept_before():
         assert seen.live == 0
 
 
+@pytest.mark.parametrize("of", ["input", "weight", "output of one part"])
+def test_a_partial_gradient_that_retains_the_graph_keeps_no_replay(of):
+    """Saliency, a penalty: a gradient of some of the inputs, with the graph retained, leaves what was there before."""
+    layer, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), big()
+    with no_collector(), Bytes() as seen:
+        h = recompute(layer)(x)
+        loss = recompute(torch.exp)(h).sum()
+        wanted = {"input": x, "weight": layer[0].weight, "output of one part": h}[of]
+        before = seen.live
+        for _ in range(2):
+            (found,) = torch.autograd.grad(loss, wanted, retain_graph=True)
+            del found
+            assert seen.live == before
+        del h, loss, wanted
+        assert seen.live == 0
+
+
 def test_what_a_partial_backward_did_not_read_is_freed():
     """A backward through one of two outputs leaves nothing of what its replay rebuilt for the other."""
     x = big()
@@ -210,12 +229,36 @@ def test_what_a_partial_backward_did_not_read_is_freed():
 def test_the_second_half_frees_what_the_first_kept():
     """Of a backward split in two nothing is left after the second half."""
     layer, x = nn.Conv1d(4, 4, 1), torch.ones(2, 4, 8, requires_grad=True)
-    with no_collector(), Bytes() as seen:
+    with no_collector(), Bytes() as seen, GraphExecGroup():
         loss = recompute(chain(layer, torch.exp, torch.sin))(x).sum()
         one = torch.autograd.grad(loss, [x], retain_graph=True)
         two = torch.autograd.grad(loss, list(layer.parameters()))
         del one, two, loss
         assert seen.live == 0
+
+
+def test_a_group_holds_one_microbatch_at_a_time():
+    """With the two halves of each microbatch after its forward, the peak in a group is that of one microbatch."""
+    layers = nn.Sequential(
+        *(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()) for _ in range(2))
+    )
+    weights, peaks = list(layers.parameters()), []
+
+    def step(microbatches):
+        with Bytes() as seen, GraphExecGroup():
+            for _ in range(microbatches):
+                x = torch.ones(64, 64, requires_grad=True)
+                h = x
+                for layer in layers:
+                    h = recompute(layer)(h)
+                loss = h.sum()
+                torch.autograd.grad(loss, [x], retain_graph=True)
+                torch.autograd.grad(loss, weights)
+        return seen.peak
+
+    with no_collector():
+        peaks = [step(count) for count in (1, 2, 8)]
+    assert peaks[0] == peaks[1] == peaks[2]
 
 
 def test_weak_references_die_with_the_step():
@@ -298,7 +341,8 @@ def test_large_context_variables_are_passed_on() -> None:
     small["scale"][0] = 3.0
     out.sum().backward()
     assert seen[0][0] is seen[1][0] is large
-    assert seen[1][1] == {"scale": [2.0]}
+    assert seen[0][1] is seen[1][1] is small
+    assert small == {"scale": [3.0]}
     assert torch.equal(x.grad, 2 * (2 * x).cos().detach())
 
 
@@ -312,7 +356,9 @@ class Taps:
         self.of = []
 
 
-@pytest.mark.parametrize("way", ["a list in a context variable", "an object in one", "an object", "a list"])
+@pytest.mark.parametrize(
+    "way", ["a list in a context variable", "an object in one", "an object", "a list", "a namespace"]
+)
 @pytest.mark.parametrize("does", [backward, lambda _: None], ids=["backward", "dropped"])
 def test_results_that_are_left_in_a_collector(way, does):
     """They die with the collector, which a replay leaves as the forward has left it."""
@@ -326,7 +372,7 @@ def test_results_that_are_left_in_a_collector(way, does):
 
     for _ in range(3):
         with no_collector():
-            taps = Taps() if "object" in way else []
+            taps = Taps() if "object" in way else types.SimpleNamespace(of=[]) if "namespace" in way else []
             token = TAPS.set(taps)
             out = recompute(fn)(x) if "one" in way or "variable" in way else recompute(fn)(x, taps)
             TAPS.reset(token)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 import weakref
 
 import pytest
@@ -13,6 +15,7 @@ from laws.placements import NAMES, PLACEMENTS, PLAIN, chain
 from laws.table import for_each
 from laws.watch import Counted, InBackward, assert_same, backward, left_by, on_threads
 from torch_recompute import (
+    RecomputeError,
     _torch,
     doing_recompute,
     get_recompute_data,
@@ -33,26 +36,26 @@ def in_threads(tasks):
 
 
 def test_a_call_that_ends_on_another_thread(monkeypatch):
-    """That a backward call was a half is known when it ends, on whichever device's thread that is."""
+    """A region call is told once that a backward call has ended, on whichever device's thread that is."""
     ends, told = [], []
 
     class Told:
-        def end(self, kept, split):
-            told.append((kept, split))
+        def end(self):
+            told.append(self)
 
     one = Told()
     monkeypatch.setattr(_torch, "after_backward", ends.append)
 
     def half():
         task = this_task()
-        task.split = True
-        task.region_calls.append(weakref.ref(one))
+        task.told[id(one)] = task.told[id(one)] = weakref.ref(one)
         assert this_task() is task
+        assert task.retains
 
     InBackward.apply(torch.ones(1, requires_grad=True), half).sum().backward(retain_graph=True)
     (end,) = ends
     in_threads([end])
-    assert told == [(True, True)]
+    assert told == [one]
 
 
 @pytest.mark.parametrize("name", ["mlp", "encoder_layer", "dropouts", "lstm", "routed_to_experts"])
@@ -89,22 +92,23 @@ def test_backward_in_several_threads_at_once(name, placement):
 
 
 @pytest.mark.parametrize("where", [PLAIN, NAMES["saved everything"]], ids=lambda placement: placement.name)
-def test_backward_while_another_thread_puts_buffers_back(where, monkeypatch):
-    """While a replay writes a module's buffers, a backward on another thread does not find them changed."""
-    norm, copy, got = nn.BatchNorm1d(3), _torch.copy_each, []
+def test_backward_while_another_thread_replays_with_other_buffers(where):
+    """While a replay is lent copies of a module's buffers, a backward on another thread does not find them changed."""
+    norm, got = nn.BatchNorm1d(3), []
     x = torch.randn(4, 3, requires_grad=True)
-    out, other = recompute(chain(norm, torch.exp, torch.sin))(x), where.put(norm, torch.exp, torch.exp)(x)
+
+    def looks(y):
+        if doing_recompute():
+            got.extend(in_threads(others))
+        return y.exp()
 
     def grad():
         return torch.autograd.grad(other.sum(), x, retain_graph=True)[0]
 
-    def copy_and_look(*args):
-        copy(*args)
-        got.extend(in_threads([grad]))
-
-    monkeypatch.setattr(_torch, "copy_each", copy_and_look)
+    other, others = where.put(norm, torch.exp, torch.exp)(x), [grad]
+    out = recompute(chain(norm, looks, torch.sin))(x)
     out.sum().backward()
-    assert len(got) == 2
+    assert len(got) == 1
     assert all(torch.equal(one, grad()) for one in got)
 
 
@@ -215,3 +219,111 @@ def test_dropout_replays_in_threads():
     for (x, out), (y, plain) in zip(outs, wanted, strict=True):
         ((grad,),) = in_threads([lambda x=x, out=out: torch.autograd.grad(out.sum(), x)])
         assert torch.equal(grad, torch.autograd.grad(plain.sum(), y)[0])
+
+
+class Scaled(nn.Module):
+    """A layer that is scaled by an attribute, and calls something in between."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.linear, self.scale, self.between = nn.Linear(3, 3), 1.0, [between]
+
+    def forward(self, x):
+        y = self.linear(x).exp() * self.scale
+        for fn in self.between:
+            fn()
+        return y.exp()
+
+
+def test_replays_that_need_the_same_objects_in_opposite_order():
+    """Each holds what the other one needs: an error that names both regions, on one thread at least, and no waiting."""
+    gate = threading.Barrier(2, timeout=20)
+    layers = [Scaled(lambda: None), Scaled(lambda: None)]
+    said, losses = [], []
+
+    def one(number, layer, other):
+        pending = []
+
+        def outer(x):
+            y = layer(x)
+            if doing_recompute():
+                gate.wait()
+                try:
+                    pending[0].backward()
+                except RecomputeError as error:
+                    said.append(str(error))
+                gate.wait()
+            return y.exp()
+
+        x = torch.randn(2, 3, requires_grad=True)
+        pending.append(recompute(other, name=f"inner {number}")(x).sum())
+        losses.append(recompute(outer, name=f"outer {number}")(x).sum())
+
+    one(1, *layers)
+    one(2, *layers[::-1])
+    for layer in layers:
+        layer.scale = 2.0
+    in_threads([loss.backward for loss in losses])
+    assert said
+    assert all("outer 1" in text and "outer 2" in text for text in said)
+    assert [layer.scale for layer in layers] == [2.0, 2.0]
+
+
+def test_replays_that_change_nothing_do_not_wait_for_each_other():
+    """Two threads are in replays of one module at the same time, with dropout too, and meet there."""
+    gate = threading.Barrier(2, timeout=20)
+    layer = Scaled(lambda: gate.wait() if doing_recompute() else None)
+    for dropout in (False, True):
+        torch.manual_seed(0)
+        run = recompute(chain(layer, nn.Dropout(0.5)) if dropout else layer)
+        x = torch.randn(2, 3, requires_grad=True)
+        losses = [run(x).sum() for _ in range(2)]
+        in_threads([lambda loss=loss, x=x: torch.autograd.grad(loss, x) for loss in losses])
+
+
+def test_a_replay_that_changes_a_module_waits_for_another_one():
+    """A replay that needs what another thread's has put back begins when that is over, and both are right."""
+    busy, seen = threading.Lock(), []
+
+    def alone():
+        if doing_recompute():
+            seen.append(busy.acquire(blocking=False))
+            time.sleep(0.05)
+            busy.release()
+
+    layer, got, wanted = Scaled(alone), [], []
+    for wrap, into in ((recompute, got), (lambda fn: fn, wanted)):
+        x, losses = torch.ones(2, 3, requires_grad=True), []
+        for scale in (2.0, 3.0):
+            layer.scale = scale
+            losses.append(wrap(layer)(x).sum())
+        layer.scale = 1.0
+        into += in_threads([lambda loss=loss, x=x: torch.autograd.grad(loss, x)[0] for loss in losses])
+    assert seen == [True, True]
+    assert all(map(torch.equal, got, wanted))
+    assert layer.scale == 1.0
+
+
+def test_a_replay_that_changes_nothing_is_not_disturbed():
+    """While a replay runs that finds a module as it was, another thread's puts nothing into that module."""
+    inside, wanted, got = threading.Event(), [], [None, None]
+
+    def between():
+        if doing_recompute():
+            inside.set()
+            time.sleep(0.2)
+
+    layer, x, losses = Scaled(between), torch.ones(2, 3, requires_grad=True), []
+    for scale in (2.0, 3.0):
+        layer.scale = scale
+        losses.append(recompute(layer)(x).sum())
+        wanted.append(torch.autograd.grad(layer(x).sum(), x)[0])
+    layer.scale = 2.0  # as the first forward found it
+
+    def backward_of(i):
+        if i:
+            inside.wait(20)
+        got[i] = torch.autograd.grad(losses[i], x)[0]
+
+    in_threads([lambda i=i: backward_of(i) for i in range(2)])
+    assert all(map(torch.equal, got, wanted))

@@ -25,7 +25,7 @@ from torch_recompute import (
     replay,
     save_for_recompute,
 )
-from torch_recompute.engine import captures
+from torch_recompute.engine import taken
 
 pytestmark = COMPILES
 
@@ -504,7 +504,7 @@ def placed_and_compiled(region, backend):
 @pytest.mark.parametrize("name", STEPS)
 def test_modules_that_change_in_a_step(name, monkeypatch):
     """Whatever a step changes of its modules, a compiled region gives what the compiled program without it gives."""
-    monkeypatch.setattr(captures, "MANY", 10)  # the compiler looks at each entry
+    monkeypatch.setattr(taken, "MANY", 10)  # the compiler looks at each entry
     wanted = left(name, placed_and_compiled(lambda fn: fn, "eager"))
     for backend in ("eager", "aot_eager"):
         if (name, backend) == ("maml", "aot_eager"):

@@ -59,8 +59,8 @@ LATE = {"numpy": LEAN, "yaml": {"plan"}, "psutil": {"memory"}}
 CORE = (
     *("errors/__init__", "state/observer"),
     *("_torch/__init__", "_torch/tensors", "_torch/devices", "_torch/modes", "_torch/tracing"),
-    *("state/__init__", "state/values", "stores/__init__", "stores/store"),
-    *("engine/__init__", "engine/arguments", "engine/captures", "engine/replay_state", "engine/inputs"),
+    *("state/__init__", "state/own_generators", "state/values", "stores/__init__", "stores/store"),
+    *("engine/__init__", "engine/exchange", "engine/taken", "engine/generators", "engine/modules", "engine/guards"),
     *("engine/slots", "engine/backward_task", "engine/region_call"),
     *("engine/views", "engine/shape_only", "engine/saved_call"),
     *("region", "__init__"),

@@ -513,9 +513,7 @@ CALLS: dict[str, Odd] = {
         Routed, 256, WIDTH, budgets=(0.0,), within=0.1, assumed=("aten.topk chooses evenly in * (3 times)",)
     ),
     "a module that is converted in forward": in_turn(Converts, 256, WIDTH),
-    "forces": Odd(
-        lambda: (Forces(), torch.randn(64, WIDTH), mean_square), chosen=False, flops=False, says="create_graph=True"
-    ),
+    "forces": Odd(lambda: (Forces(), torch.randn(64, WIDTH), mean_square), flops=False, says="create_graph=True"),
     "one layer of several in a wrapper": Odd(one_is_wrapped, (0.1,)),
     "u-net": Odd(lambda: (UNet(), torch.randn(2, 3, 16, 16), itself), (0.7, 0.02), assumed=POOLED),
     **{f"results are caught by {how}": Odd(partial(caught, how)) for how in ("a closure", "a default", "a partial")},
@@ -523,7 +521,7 @@ CALLS: dict[str, Odd] = {
     "results are read by the loss": Odd(partial(caught, "the loss")),
     "a mask that hides nothing": Odd(lambda: (Masked(0), torch.randn(16, 8), mean_square), chosen=False),
     "a mask that hides": Odd(lambda: (Masked(3), torch.randn(16, 8), mean_square), chosen=False),
-    "storages that are emptied": in_turn(partial(Emptied, 64, 64), 512, 64, chosen=False),
+    "storages that are emptied": in_turn(partial(Emptied, 64, 64), 512, 64),
     "memory of another tensor": in_turn(lambda: Made(moved, up=nn.Linear(8, 8)), 16, 8),
     "layers that return nothing new": Odd(partial(reads, "nothing new"), (0.5, 0.01), chosen=False),
     # a trial of one has no result to go backward from, and foresees no FLOPs

@@ -34,6 +34,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch.utils import _pytree
+from torch.utils.checkpoint import GraphExecGroup
 
 import torch_recompute as tr
 from torch_recompute.state.values import thread
@@ -1004,9 +1005,10 @@ def _backward(
             torch.autograd.backward(losses, gradients, retain_graph=True)
     elif recipe.way == "split":
         result.backwards = 2
-        found.extend(torch.autograd.grad(losses, first, gradients, retain_graph=True, allow_unused=True))
-        if rest:
-            found.extend(torch.autograd.grad(losses, rest, gradients, allow_unused=True))
+        with GraphExecGroup():
+            found.extend(torch.autograd.grad(losses, first, gradients, retain_graph=True, allow_unused=True))
+            if rest:
+                found.extend(torch.autograd.grad(losses, rest, gradients, allow_unused=True))
     elif recipe.way == "inputs":
         result.backwards = 1
         torch.autograd.backward(losses, gradients, inputs=first)

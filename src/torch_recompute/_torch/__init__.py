@@ -70,14 +70,6 @@ def graph_is_kept() -> bool:
     return in_backward() and keeps_graph()
 
 
-def will_run(node: Any) -> bool:
-    """Whether the running backward call will run, or has run, a node of its graph."""
-    try:
-        return _C._will_engine_execute_node(node)
-    except RuntimeError:  # torch does not answer for a leaf that autograd.grad was asked for: it computes that one
-        return True
-
-
 current_node: Callable[[], Any] = _C._current_autograd_node
 """The autograd node that runs now on this thread, or None outside of backward."""
 
@@ -106,11 +98,6 @@ def nodes_from(roots: Iterable[Any]) -> Iterator[Any]:
 def upstream() -> Iterator[Any]:
     """The nodes that the running backward is at and has yet to reach, nearest first."""
     return islice(nodes_from([current_node()]), _MOST_NODES)
-
-
-def leads_to(leaf: torch.Tensor) -> bool:
-    """Whether the running backward has yet to accumulate the gradient of `leaf`."""
-    return any(getattr(node, "variable", None) is leaf for node in upstream())
 
 
 exec_group: Callable[[], Any] = getattr(_C, "_get_graph_exec_group", lambda: None)
@@ -172,6 +159,11 @@ def storage_id(tensor: torch.Tensor) -> int:
         return storage._cdata
     except (NotImplementedError, RuntimeError):
         return 0
+
+
+def is_emptied(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory has been taken away (`untyped_storage().resize_(0)`), as ZeRO does meanwhile."""
+    return tensor.layout is torch.strided and storage_id(tensor) != 0 and not tensor.untyped_storage().nbytes()
 
 
 def being_traced() -> bool:
@@ -312,7 +304,7 @@ def see_through(pack: _Pack) -> _Pack:
 _NODES: Any = _pytree.SUPPORTED_NODES
 
 
-def _node_of(value: Any) -> Any:
+def node_of(value: Any) -> Any:
     """The functions that take a pytree container apart and put it together; None for a leaf."""
     kind = type(value)
     node = _NODES.get(kind)
@@ -323,7 +315,7 @@ def _node_of(value: Any) -> Any:
 
 def is_container(value: Any) -> bool:
     """Whether `value` is a pytree node: a tuple, list, dict, named tuple or a registered class."""
-    return _node_of(value) is not None
+    return node_of(value) is not None
 
 
 def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
@@ -336,7 +328,7 @@ def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
 
 
 def _flatten(tree: Any, leaves: list[Any]) -> Any:
-    node = _node_of(tree)
+    node = node_of(tree)
     if node is None:
         leaves.append(tree)
         return None

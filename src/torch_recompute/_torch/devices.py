@@ -138,3 +138,8 @@ def captured_state(generator: torch.Generator) -> tuple[int, int]:
 def set_captured_state(generator: torch.Generator, state: tuple[int, int]) -> None:
     """Puts the generator where `captured_state` found it, in the same capture."""
     generator.set_state(torch.tensor(state, dtype=torch.int64, device="cpu").view(torch.uint8))
+
+
+def generator_id(generator: torch.Generator) -> int:
+    """The identity of a generator; an operation that a dispatch mode sees is given another Python object for it."""
+    return int(generator._cdata)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]

@@ -26,8 +26,10 @@ from typing import Any
 import torch
 import torch.overrides as _overrides
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.nn.modules import module as _module_calls
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import (
+    TorchDispatchMode,
     _get_current_dispatch_mode_stack,
     _pop_mode,
     _push_mode,
@@ -242,3 +244,29 @@ def unseen(fn: Callable[..., Any], *args: Any) -> Any:
     """Calls `fn(*args)` as outside of what is around a backward: torch.compile, transforms, a class's own functions."""
     with temporarily_clear_interpreter_stack(), _C._EnableTorchFunction():
         return fn(*args)
+
+
+def ends_silently(mode: Any) -> bool:
+    """Whether leaving a dispatch or function mode runs no code of the user's, so that it may be entered again."""
+    ends = type(mode).__exit__
+    return ends in (TorchDispatchMode.__exit__, _overrides.TorchFunctionMode.__exit__) or ends.__module__.startswith(
+        "torch."
+    )
+
+
+class LightDispatchMode(TorchDispatchMode):
+    """A dispatch mode whose first use imports no compiler, which would leave cycles that hold the frames around it."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+def watch_calls(name: Any, hook: Callable[..., Any]) -> None:
+    """Has a function called with each module before its forward, on all threads, until `unwatch_calls`."""
+    _module_calls._global_forward_pre_hooks[name] = hook
+
+
+def unwatch_calls(name: Any) -> None:
+    """Ends what `watch_calls` began."""
+    del _module_calls._global_forward_pre_hooks[name]

@@ -25,19 +25,20 @@ from torch import nn
 from .. import _torch, errors
 from .._torch.compiler import uncompiled
 from .._torch.tensors import each_once
-from ..engine.captures import Captures, rebuild
+from ..engine.exchange import Exchange
 from ..engine.region_call import RegionCall, Replay, calls_in
 from ..engine.saved_call import SavedCall
 from ..engine.slots import Packed, Stop, unpack
 from ..errors.text import at_work, counted, grouped, paragraph, shown, starred_path, table, times
 from ..memory.batch import Batch, call_of
 from ..memory.ledger import leaves, storages
+from ..memory.reach import Reach
 from ..memory.saved import short_line
 from ..plan import Choice, Plan, apply
 from ..state import TensorState
 from ..state.values import CallRecord, thread
 from .compare import ModelCall, SideEffects, sample_of
-from .recorder import NamedSyncs, RecordedOp, Recorder, RegionRun
+from .recorder import NamedSyncs, RecordedOp, Recorder, RegionRun, Written
 
 _WORDS = {
     "differs": "differs in the second run",
@@ -354,10 +355,9 @@ def run_again(
         inputs = _inputs_again(first, second)
         if inputs is None:
             return second
-        args, kwargs, cells, tensors = inputs
+        fn, args, kwargs, exchange, tensors = inputs
         before = {key: (one, one.storage.clone()) for key, one in first.written.items()}
-        fn = rebuild(call._template, cells)  # pyright: ignore[reportPrivateUsage]
-        reached = Captures(fn).beside_parameters(grad=False, cells=True)
+        reached = Reach(fn).beside_parameters(grad=False)
         second.names = {id(storage): seen.label() for seen in reached for _, storage in storages(seen.tensor)}
         effects, run = around(fn), _FullReplay(call)
 
@@ -368,15 +368,15 @@ def run_again(
 
         try:
             with _replaying(run), _disturbed(tensors, noise):
-                call.replay_state.run(call.name, go)
+                call.world.run(exchange, go)
         except Exception as error:
             second.error = error.with_traceback(None)
         second.ended_early = run.stopped
         second.places, second.generators = effects.changed_places(), effects.advanced_generators()
         effects.restore()
-        restored = call.restored
+        copies = frozenset(map(_torch.storage_id, exchange.copies))
         for key, one in second.written.items():
-            if key not in before and not one.is_among(restored):
+            if key not in before and not one.is_among(copies):
                 before[key] = one, one.before
         for key, (one, content) in before.items():
             if not one.same(content):
@@ -387,28 +387,27 @@ def run_again(
 
 def _inputs_again(
     first: RegionRun, second: SecondRun
-) -> tuple[Sequence[Any], dict[str, Any], Sequence[Any], list[torch.Tensor]] | None:
-    """Returns the arguments and closure cells as a replay gets them, and their tensors; None if it gets an error.
+) -> tuple[Callable[..., Any], Sequence[Any], dict[str, Any], Exchange, list[torch.Tensor]] | None:
+    """Returns the function and arguments as a replay gets them, and their tensors; None if it gets an error.
 
     `second` records how the inputs differ from those of the first run.
     """
     call = first.call
+    exchange = Exchange(call.name)
     try:
         try:
-            if call.replay_state.reached is not None:
-                call.replay_state.reached.check(call.name)
-            opened = call.inputs.open(call.name)
+            call.check()
         except errors.ChangedError as error:
-            second.changed, opened = error, call.inputs.open()
+            second.changed = error
+        fn, args, kwargs = call.opened(exchange)
     except errors.RecomputeError as error:  # rebuilt by another region, which is the one to blame
         second.inputs_differ, second.error = True, error
         return None
-    args, kwargs, cells, _ = opened
     given = list(leaves([*args, kwargs]))
     samples = zip(first.inputs, map(sample_of, given), strict=False)
     differ = any(then is not None and now is not None and not then.same(now) for then, now in samples)
     second.inputs_differ = second.changed is not None or differ
-    return args, kwargs, cells, [*given, *cells]
+    return fn, args, kwargs, exchange, [*given, *exchange.tensors.values()]
 
 
 @contextlib.contextmanager
@@ -600,7 +599,7 @@ class _Rows:
             self.put(AuditRow(kind, name, "", "", "", detail, advice), inner)
 
         for key, written in {**second.written, **first.written}.items():
-            if (written.argument and not written.is_among(first.call.restored)) or key in second.rewritten:
+            if (written.argument and not _is_lent(first.call, written)) or key in second.rewritten:
                 label = second.names.get(key, "a tensor from outside of the region")
                 advice = _TENSOR
                 if key in self._names:
@@ -667,3 +666,8 @@ def _against(found: Divergence, second: SecondRun) -> str:
     if found.op.random:
         return _RANDOM
     return {"operation": _BRANCH, "shape": _SHAPE}.get(found.what, _VALUE)
+
+
+def _is_lent(call: RegionCall, written: Written) -> bool:
+    """Whether a storage is that of a buffer of which replays are lent copies."""
+    return call.modules is not None and written.is_among(call.modules.lent())

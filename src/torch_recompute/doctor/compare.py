@@ -27,8 +27,8 @@ from torch import nn
 
 from .. import _torch, errors
 from .._torch.fakes import is_sharded
-from ..engine.captures import Captures
 from ..engine.mismatch import digest
+from ..memory.reach import Reach
 from ..memory.saved import CallState, Container, contents, generators, module_names
 from ..simulation.training_step import check_loss
 from ..state import NumpyRng, PythonRng, same
@@ -203,7 +203,7 @@ class ModelCall:
         """Captures the state; modules in `known`, by `id`, have the names that they have there."""
         self.model, self._args, self._kwargs = model, args, kwargs
         values = [*args, *kwargs.values()]
-        self._reach = reach = Captures(model, [value for value in values if isinstance(value, nn.Module)])
+        self._reach = reach = Reach(model, [value for value in values if isinstance(value, nn.Module)])
         self.names = {**module_names(model, reach), **known}
         self.modules = [(module, self.names.get(id(module), "")) for module in reach.modules]
         self._leaves = self._trainable()
@@ -298,7 +298,7 @@ class ModelCall:
         for module, path in self.modules:
             for name, parameter in module.named_parameters(path, recurse=False):
                 found.setdefault(id(parameter), (name, parameter))
-        for seen in self._reach.parameters(cells=True):
+        for seen in self._reach.parameters():
             if seen.tensor.is_leaf:
                 found.setdefault(id(seen.tensor), (seen.label(), seen.tensor))
         return {name: tensor for name, tensor in found.values() if tensor.requires_grad}

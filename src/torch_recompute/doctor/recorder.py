@@ -26,8 +26,8 @@ from torch.overrides import TorchFunctionMode
 from .. import _torch
 from .._torch import TorchDispatchMode
 from .._torch.fakes import traced
-from ..engine.arguments import Call
 from ..engine.region_call import RegionCall
+from ..engine.taken import labelled
 from ..engine.tiles import PLUMBING
 from ..memory.ledger import leaves, storages
 from ..memory.operations import ModuleStack, Operation, kind_of
@@ -39,8 +39,8 @@ _ROOT = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _ENGINE = frozenset(
     f"{_ROOT}{name}.py"
     for name in (
-        *("engine/saved_call", "engine/inputs", "engine/slots", "engine/region_call", "engine/mismatch"),
-        *("engine/discard", "engine/arguments", "engine/captures", "engine/replay_state", "state/values"),
+        *("engine/saved_call", "engine/generators", "engine/slots", "engine/region_call", "engine/mismatch"),
+        *("engine/discard", "engine/taken", "engine/exchange", "engine/modules", "engine/guards", "state/values"),
         "state/__init__",
     )
 )
@@ -297,10 +297,9 @@ class Recorder(TorchDispatchMode):
         if run is None:
             run = self.runs[id(call)] = RegionRun(call, self._count)
             run.inputs = [sample_of(tensor) for tensor in leaves([*args, kwargs])]
-            given = Call(args, kwargs)
-            for index in given.tensors:
-                for _, storage in storages(given.leaves[index]):
-                    run.arguments.setdefault(id(storage), given.label(index))
+            for label, tensor in labelled(args, kwargs):
+                for _, storage in storages(tensor):
+                    run.arguments.setdefault(id(storage), label)
         return run
 
 

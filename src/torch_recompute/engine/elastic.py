@@ -100,6 +100,7 @@ class Part(Protocol):
 class ElasticSavedCall(SavedCall):
     """A saved call whose tensors are in slots, and that can be emptied and made again."""
 
+    can_be_emptied = True
     _full = False  # whether a replay finds what is stored, and need not get as far as here for it
 
     def __init__(self, *args: Any) -> None:
@@ -192,7 +193,6 @@ class ElasticSavedCall(SavedCall):
                 if slot.meta != meta(tensor):
                     found = f"{say(meta(tensor))} where it was {say(slot.meta)} in its forward"
                     raise errors.MismatchError(_other_work(run.name, name, found))
-                held = run.own(held)
                 slot.version = held._version
                 slot.stream = _torch.stream_for(held) if slot.owner.streams else None
                 slot.tensor = held
@@ -255,7 +255,7 @@ class ElasticCall(RegionCall):
         super().__init__(options, fn, args, kwargs, outer)
         self.part = part
         self._moved: weakref.WeakKeyDictionary[Slot, Kept] = weakref.WeakKeyDictionary()
-        self.size = sum(tensor.numel() * tensor.element_size() for tensor in self.inputs.given)
+        self.size = sum(tensor.numel() * tensor.element_size() for tensor in self.taking.given)
 
     def saved_bytes(self) -> int:
         """Bytes of the tensors that a replay would rebuild, each as large as it is said to be."""
@@ -316,7 +316,7 @@ class ElasticCall(RegionCall):
         return result
 
     def _watched_for_failure(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        given = self.inputs.given
+        given = self.taking.given
         versions = [*map(version_of, given)]
 
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -324,10 +324,10 @@ class ElasticCall(RegionCall):
                 return fn(*args, **kwargs)
             except torch.OutOfMemoryError as error:
                 changed = self.part.unrepeatable()
-                if [*map(version_of, given)] != versions or self.replay_state.changed():
+                if [*map(version_of, given)] != versions or (self.modules is not None and self.modules.changed()):
                     changed = "a tensor that it was given, a weight or a large buffer has been changed in place"
                 if not changed:
-                    self.replay_state.undo()
+                    self.world.rewind()
                 raise _Failed((error, changed)) from None
 
         return watched
@@ -436,20 +436,20 @@ class ElasticCall(RegionCall):
         if not self.started and _torch.graph_task_id() != -1:
             self.started, self.transient = True, False
             task = this_task()
-            if task.kept:
-                task.region_calls.append(weakref.ref(self))
+            if task.retains:
+                task.told[id(self)] = weakref.ref(self)
             self.part.backward(self)
 
     def _own_saved_calls(self) -> Iterator[ElasticSavedCall]:
         yield from (record for record in self._saved_calls() if isinstance(record, ElasticSavedCall))
 
-    def end(self, kept: bool, split: bool) -> None:
+    def end(self) -> None:
         """At the end of a backward that retains its graph: a kept call may be evicted again."""
         if self.kept:
             self.started, self.transient = False, True
             self.part.waits(self)
         else:
-            super().end(kept, split)
+            super().end()
 
     def _replay(self, opened: Slot) -> int:
         outermost, attempt = not here.again, 0

@@ -31,21 +31,20 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.hooks import RemovableHandle
 
 from .. import _torch, errors, state
-from .._torch import devices, parameter_of, storage_id, tracing, version_of
+from .._torch import devices, parameter_of, storage_id, tracing
 from .._torch.modes import ComputedWeights
 from .._torch.tensors import meta, say
-from ..state import copies
 from ..state.observer import here, is_exhaustion, tell
 from ..state.values import CallRecord, Key, Run, thread
 from ..stores import Hooks, Store
-from .arguments import Call
-from .backward_task import leaves_undone, this_task
-from .captures import parameters_of, reach, rebuild
-from .inputs import Around, Inputs, store_for, waiting
-from .replay_state import ReplayState
+from .backward_task import this_task
+from .exchange import Exchange
+from .guards import World
+from .modules import Modules, Watching, name_in
 from .saved_call import SavedCall
 from .shape_only import Read, ShapeOnly, give_values, missing
 from .slots import KEPT, Packed, Slot, Stop, lend, unpack, without_history
+from .taken import PLAIN, TAKEN, Around, Name, Taking, changed_weight, open_
 
 if TYPE_CHECKING:
     from .mismatch import Fingerprints
@@ -89,13 +88,12 @@ class Replay(Run):
     replaying = True
     _fingerprints: Fingerprints | None = None
     _module_hook: RemovableHandle | None = None
-    _borrowed: Sequence[tuple[Slot, torch.Tensor]] = ()
 
     def __init__(self, region_call: RegionCall, ids: Container[int], opened: Slot | None = None) -> None:
-        self.name, self.ambients, self.record = region_call.name, region_call.ambients, region_call.record
+        self.name, self.record = region_call.name, region_call.record
+        self.ambients = region_call.world.generators.ambients
         self._region_call, self._ids, self._opened = region_call, ids, opened
         self.filled, self._done, self._unfinished, self._opener, self._last = 0, False, -1, -1, -1
-        self._restored = region_call.replay_state.restored
         self._stop = stop = region_call.need() if region_call.options.early_stop else None
         if stop is not None and stop[1] == math.inf:
             self._last = int(stop[0])
@@ -117,8 +115,6 @@ class Replay(Run):
             del self.pack, pack  # which refers to this replay
             if self._module_hook is not None:
                 self._module_hook.remove()
-            if self._borrowed:  # before the world is put back, and running statistics with it
-                self._keep_borrowed()
             if self._fingerprints is not None:
                 self._fingerprints.flush()
         expected = len(self._region_call.slots)
@@ -129,18 +125,7 @@ class Replay(Run):
         if self._region_call.later is not None:
             results = _torch.tensors_in(result)
             self._region_call.later.check(self.name, results)
-            self._region_call.later.fill(self.name, results, self._restored)
-
-    def _keep_borrowed(self) -> None:
-        """Fills slots with what will have other contents after the replay.
-
-        What the function has changed since it was saved keeps its version: its reader gets an error, as from autograd.
-        """
-        kept = copies([tensor for _, tensor in self._borrowed])
-        for (slot, tensor), copy in zip(self._borrowed, kept, strict=True):
-            changed = tensor._version != slot.version
-            slot.version = slot.version if changed else copy._version
-            slot.tensor = tensor if changed else copy
+            self._region_call.later.fill(self.name, results)
 
     def saved(self) -> int:
         """Returns how many tensors autograd has saved by now."""
@@ -178,7 +163,7 @@ class Replay(Run):
         region_call, ids, sequence_number = self._region_call, self._ids, _torch.sequence_number
         opened = self._opened or KEPT  # a saved call is no slot
         slots, kept, check = region_call.slots, KEPT, region_call.options.check != "none"
-        count, special = len(slots), bool(self._restored or self._fingerprints is not None or region_call.streams)
+        count, special = len(slots), bool(self._fingerprints is not None or region_call.streams)
         recorded = region_call.record is not None
 
         def pack(tensor: torch.Tensor, finished: bool = False) -> Packed:
@@ -223,15 +208,11 @@ class Replay(Run):
         return pack
 
     def _fill(self, slot: Slot | None, index: int, tensor: torch.Tensor, rebuilt: torch.Tensor) -> None:
-        """Fills a slot where there are streams, fingerprints or tensors that hold other contents after the replay."""
-        borrowed = self._restored and storage_id(tensor) in self._restored
+        """Fills a slot where there are streams or fingerprints."""
         if slot is not None:
             slot.stream = _torch.stream_for(rebuilt) if self._region_call.streams else None
-            if borrowed:
-                self._borrowed = [*self._borrowed, (slot, rebuilt)]
-            else:
-                slot.tensor = rebuilt
-        if self._fingerprints is not None and not borrowed:
+            slot.tensor = rebuilt
+        if self._fingerprints is not None:
             self._fingerprints.add(index, tensor)
 
     def _is_whole(self) -> bool:
@@ -244,7 +225,7 @@ class Replay(Run):
         return without_history(self.pack(tensor, finished=True))
 
     def _differs(self, slot: Slot, index: int, tensor: torch.Tensor) -> None:
-        if slot.meta == meta(tensor) and self._region_call.inputs.views:
+        if slot.meta == meta(tensor) and self._region_call.taking.views:
             return  # of a view, compiled code saves an alias; a replay's inputs are leaves, which it saves as they are
         then, now = say(slot.meta), say(meta(tensor))
         if id(tensor) in self._ids:
@@ -275,7 +256,7 @@ class Replay(Run):
 
     def saved_call(self, record: SavedCall, inputs: Sequence[torch.Tensor]) -> None:
         """Fills the slots of a saved call of this region call; the replay may end here."""
-        record.fill(self.name, inputs, self._restored)
+        record.fill(self.name, inputs)
         if not record.emptied and (self._stop == record.key or not record.finished or record.dropped):
             raise Stop(self)
 
@@ -283,10 +264,6 @@ class Replay(Run):
         """Ends here if an emptied saved call, which has just been made again, was the last that is waited for."""
         if self._stop == record.key:
             raise Stop(self)
-
-    def own(self, held: torch.Tensor) -> torch.Tensor:
-        """A tensor that outlives the replay: a copy of one that has other contents after it."""
-        return held.clone() if self._restored and storage_id(held) in self._restored else held
 
 
 Contexts = Callable[[], tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]]
@@ -337,13 +314,12 @@ class RegionCall(Run):
     alive: Mapping[int, int] = _UNKNOWN
     _aliases: dict[int, torch.Tensor] | None = None
     _contexts: contextlib.AbstractContextManager[Any] | None = None
-    _whole = True  # whether the function was not taken apart
     _nested: tuple[weakref.ref[RegionCall] | None, ...] = ()
 
     def __init__(
         self, options: Options, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], outer: Run | None
     ) -> None:
-        self.options, self.name, self.store, self.ambients = options, options.name, options.store, options.ambients
+        self.options, self.name, self.store = options, options.name, options.store
         if outer is not None:
             outer.event()
             if outer.replaying:
@@ -354,51 +330,47 @@ class RegionCall(Run):
         self._first, self._lock = _torch.sequence_number(), RLock()
         if options.check == "values":
             self.fingerprints = _new_fingerprints()
-        call = Call(args, kwargs)
-        if devices.ACCELERATOR is not None and _torch.in_use():
-            self.streams = _torch.streams_of(call.leaves[i] for i in call.tensors)
-        owner = options.owner
-        found = reach(fn, self._look_at(call) if call.others else (), owner)
-        captured: Sequence[torch.Tensor] = ()
-        self._template: Any = fn
-        if found is not None:
-            self._template, captured = found.template if owner is None else fn, found.tensors
-            self._whole = self._template is fn
-            if found.generators and options.rng:
-                self.ambients = (*self.ambients, *map(state.GeneratorRng, found.generators))
         if self.store is None:
             hooks = _torch.ambient_hooks()
             if hooks is not None:
                 self.store = _ambient_store(outer, hooks)
-            elif waiting.results:
-                self.store = store_for(self.name, [*(call.leaves[i] for i in call.tensors), *captured])
-        ambients = (*self.ambients, ComputedWeights()) if ComputedWeights.cached() else self.ambients
-        self.replay_state = ReplayState(found, ambients, cells=self.store is None)
-        thread.calls += 1
-        self.inputs = Inputs(call, captured, self.store, self.name)
+            elif thread.waiting:
+                from .discard import store_for
 
-    def _look_at(self, call: Call) -> list[torch.nn.Module]:
-        """The modules among the arguments; takes generators, refuses iterators."""
-        modules: list[torch.nn.Module] = []
-        for i in call.others:
-            leaf = call.leaves[i]
-            if isinstance(leaf, torch.nn.Module):
-                modules.append(leaf)
-            elif isinstance(leaf, torch.Generator):
-                if self.options.rng:
-                    self.ambients = (*self.ambients, state.GeneratorRng(leaf))
-            elif isinstance(leaf, Iterator):
-                raise errors.ArgumentError(
-                    f"{call.label(i)} of {self.name} is a {errors.kind(leaf)}, which can be consumed only once: the "
-                    "forward would leave nothing for the replay.\n"
-                    "  Pass a list instead: list(...)."
-                )
-        return modules
+                self.store = store_for(self.name, fn, args, kwargs)
+        left = state.left_to(options.ambients) if len(options.ambients) > len(state.DEFAULT) else ()
+        self.taking = taking = Taking(self.name, self.store, left)
+        self._args: Sequence[Any] = args
+        if not PLAIN.issuperset(map(type, args)):
+            self._args = [
+                taking.tensor(value, i) if type(value) is torch.Tensor else taking.argument(value, i)
+                for i, value in enumerate(args)
+            ]
+        self._kwargs = {key: taking.argument(value, Name(key)) for key, value in kwargs.items()} if kwargs else kwargs
+        passed = len(taking.modules)
+        owner = fn if isinstance(fn, torch.nn.Module) else options.owner or _owner_of(fn)
+        self._fn: Any = fn if owner is not None else taking.function(fn)
+        if devices.ACCELERATOR is not None and _torch.in_use():
+            self.streams = _torch.streams_of(taking.given)
+        ambients = (*options.ambients, ComputedWeights()) if ComputedWeights.cached() else options.ambients
+        self.world = world = World(taking, ambients)
+        self._watches = passed > 0 or (owner is None and taking.may_call_modules)
+        if owner is not None or self._watches:
+            around = None if outer is None else outer.modules
+            self.modules = world.modules = modules = Modules(taking, around, world.generators if options.rng else None)
+            if owner is not None:
+                modules.add(owner)
+            for module in taking.modules:
+                modules.add(module, below=thread.calls_hidden)
+        if options.rng and taking.generators:
+            world.generators.add(taking.generators)
+        self._used: list[tuple[torch.Tensor, int]] = []
+        thread.calls += 1
 
     @property
-    def restored(self) -> frozenset[int]:
-        """The storages of tensors that hold other contents outside of the replay."""
-        return self.replay_state.restored
+    def ambients(self) -> Sequence[state.Ambient]:  # type: ignore[override]
+        """The generators and states that a saved call in it may advance."""
+        return self.world.generators.ambients
 
     def alias(self, record: SavedCall) -> None:
         """Notes the stored outputs of a saved call: while the forward runs, the graph may hold them directly.
@@ -439,14 +411,14 @@ class RegionCall(Run):
         view of them is looked for only where there can be such: where an input is a view, or a saved call has returned
         a tensor that is kept.
         """
-        reached = self.replay_state.reached
+        modules = self.modules
         self.alive = known = {}
-        if reached is not None:
-            known.update(zip(map(id, reached.weights), reached.versions, strict=True))
-        known.update(self.inputs.ids)
+        if modules is not None:
+            known.update(zip(map(id, modules.weights), modules.weight_versions, strict=True))
+        known.update(self.taking.ids)
         alive, add, new, ref, kept = known.get, self.slots.append, Slot, weakref.ref, KEPT
         ordinary = self._ordinary
-        bases = () if self.inputs.views else ordinary
+        bases = () if self.taking.views else ordinary
         watched = self.fingerprints is not None or self.observers is not None
 
         def pack(tensor: torch.Tensor) -> Packed:
@@ -482,8 +454,12 @@ class RegionCall(Run):
 
     def _is_alive(self, tensor: torch.Tensor) -> bool:
         """Says whether a tensor has the storage of an input, a parameter or a kept output."""
+        weight = parameter_of(tensor)
+        if weight is not None:
+            self._used.append((tensor if tensor.is_leaf else tensor.detach(), tensor._version))
+            return True
         storage = storage_id(tensor)
-        return parameter_of(tensor) is not None or storage in self.inputs.storages or storage in (self._aliases or ())
+        return storage in self.taking.storages or storage in (self._aliases or ())
 
     def forward(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], outer: Run | None) -> Any:
         """Runs the function under the hooks."""
@@ -496,9 +472,13 @@ class RegionCall(Run):
         _torch.push_hooks(pack, unpack)
         thread.run = self
         try:
-            result = fn(*args, **kwargs)
+            if self._watches:
+                with Watching(self.modules):
+                    result = fn(*args, **kwargs)
+            else:
+                result = fn(*args, **kwargs)
         except BaseException as error:
-            self.replay_state.forget()
+            self._forget()
             if outer is not None and not self.replaying:  # which may catch the error; its replay counts this call too
                 hand_over(self.record, outer, None)
             if isinstance(error, RuntimeError):
@@ -508,10 +488,7 @@ class RegionCall(Run):
             thread.run = outer
             _torch.pop_hooks()
             del self.pack, pack  # which refers to this call
-            if self.store is None:
-                self.inputs.given = ()
-            else:
-                self.inputs.settle()
+            self.taking.settle()
             self.alive, self._aliases = _UNKNOWN, None  # an identity means something while what it identifies is alive
         self.complete = True
         if self.fingerprints is not None:
@@ -519,13 +496,23 @@ class RegionCall(Run):
         slots = self.slots
         self.replays = slots.count(KEPT) < len(slots) or self.record is not None or not self.options.early_stop
         if self.replays:
-            self.replay_state.settle()
+            try:
+                self.world.settle()
+            except BaseException:  # no memory for a copy: what is held may lead back to the graph
+                self._forget()
+                raise
         else:  # nothing to rebuild; what the graph holds keeps the pack hook alive, and so this call
-            self.replay_state.forget()
-            self.inputs.forget()
+            self._forget()
         if (outer is not None or self.record is not None) and not self.replaying:
             self._settle(outer)
         return result
+
+    def _forget(self) -> None:
+        """Drops everything: there will be no replay."""
+        self._args, self._kwargs, self._fn, self._used = [], {}, None, []
+        self.taking.forget()
+        self.world.forget()
+        self.modules = None
 
     def _settle(self, outer: Run | None) -> None:
         if self.record is not None:
@@ -582,18 +569,17 @@ class RegionCall(Run):
                             raise errors.MismatchError(errors.missed_call(self.name, record.name))
                     raise errors.MismatchError(_fewer(self.name, len(self.slots), filled, slot))
             tensor: Any = slot.tensor
-            # Where the graph is not retained, autograd empties nodes. Else what is rebuilt lives until it is read, or
-            # to the second half of this backward.
             if _torch.graph_task_id() == -1:
                 self.transient = True
                 self.release()
                 return tensor
-            task = this_task()
-            self.transient = task.kept
-            if (task.kept and leaves_undone(self._first)) or _torch.exec_group() is not None:
-                self.transient, task.split = False, True
-            else:
-                task.region_calls.append(weakref.ref(self))
+            # Where the graph is not retained, autograd empties nodes. Else a slot is emptied once it is read, unless
+            # this is one of several parts of a backward.
+            self.transient = False
+            if _torch.exec_group() is None:
+                task = this_task()
+                self.transient = task.retains
+                task.told[id(self)] = weakref.ref(self)
             return tensor
 
     def _explain(self, error: errors.MismatchError) -> None:
@@ -608,19 +594,18 @@ class RegionCall(Run):
 
     def _changed(self) -> str:
         """Text for what has been changed since the forward so that another replay came of it; "" if that is unknown."""
-        owner: Any = getattr(getattr(self._template, "func", self._template), "__self__", None)
+        owner: Any = getattr(getattr(self._fn, "func", self._fn), "__self__", None)
         text: str = owner.changed() if hasattr(owner, "changed") else ""
-        args, kwargs, cells, _ = self.inputs.open()
-        modules = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, torch.nn.Module)]
-        found = reach(rebuild(self._template, cells), modules, self.options.owner)
         trained = {id(getattr(node, "variable", None)) for node in _torch.upstream()}
-        for seen in () if found is None or text else parameters_of(found.modules, found.whole):
-            if not seen.tensor.requires_grad and id(seen.tensor) in trained:
-                return (
-                    f"{seen.label()}, which {self.name} reads, has been frozen since the forward "
-                    "(requires_grad_(False)), so the replay saves other tensors than the forward did.\n"
-                    "  Freeze it before the forward, or after backward()."
-                )
+        for module in () if text or self.modules is None else [*self.modules.seen.values()]:
+            for name, weight in module._parameters.items():  # pyright: ignore[reportPrivateUsage]
+                if weight is not None and not weight.requires_grad and id(weight) in trained:
+                    return (
+                        f"parameter '{name}' of {type(module).__name__}, which {self.name} reads, has been frozen "
+                        "since the forward (requires_grad_(False)), so the replay saves other tensors than the forward "
+                        "did.\n"
+                        "  Freeze it before the forward, or after backward()."
+                    )
         return text
 
     def _repeats_calls(self, error: Exception) -> bool:
@@ -636,22 +621,47 @@ class RegionCall(Run):
             record.repeated = True
         return bool(found)
 
+    def check(self) -> None:
+        """Raises a `ChangedError` if the replay would read what has been changed in place since the forward."""
+        self.taking.check()
+        modules = self.modules
+        if modules is not None:
+            modules.check()
+        for tensor, version in self._used:
+            if tensor._version != version:
+                name = (modules is not None and name_in(modules.seen.values(), tensor)) or "a weight"
+                raise errors.ChangedError(changed_weight(name, self.name, version, tensor._version))
+
+    def opened(self, exchange: Exchange) -> tuple[Callable[..., Any], Sequence[Any], dict[str, Any]]:
+        """The function and the arguments, for a replay."""
+        world = self.world
+        if world.modules is not None:  # before the arguments, which a module may hold as well
+            exchange.places = world.modules.open(exchange)
+        exchange.context = world.variables.open(exchange)
+        args = [value.open(exchange) if type(value) in TAKEN else value for value in self._args]
+        kwargs = {key: open_(value, exchange) for key, value in self._kwargs.items()} if self._kwargs else {}
+        fn = self._fn.open(exchange) if type(self._fn) in TAKEN else self._fn
+        for box in self.taking.boxes:
+            box.open(exchange)
+        return fn, args, kwargs
+
     def _replay(self, opened: Slot) -> int:
-        reached = self.replay_state.reached
-        if reached and (reached.dict_versions is None or [*map(version_of, reached.weights)] != reached.versions):
-            reached.check(self.name)
-        args, kwargs, cells, ids = self.inputs.open(self.name)
-        fn = self._template if self._whole else rebuild(self._template, cells)
+        self.check()
+        exchange = Exchange(self.name)
+        fn, args, kwargs = self.opened(exchange)
         if self._contexts is not None:
             fn = _within(self._contexts, fn)
-        run = Replay(self, ids, opened)
+        run = Replay(self, exchange.given, opened)
         if self.observers is not None:
             fn = self.observers.around("replay", self.name, run, fn)
         grad, outer, overrides, observers = torch.is_grad_enabled(), thread.run, thread.overrides, here.observers
         _torch.set_grad_enabled(True)
         thread.run, thread.overrides, here.observers = run, self.overrides, self.observers
+        watching = Watching(None) if self._watches else None
         try:
-            self.replay_state.run(self.name, run.go, fn, args, kwargs)
+            if watching is not None:
+                watching.__enter__()
+            self.world.run(exchange, run.go, fn, args, kwargs)
             if self.fingerprints is not None:
                 run.compare_values()
             return run.filled
@@ -661,24 +671,18 @@ class RegionCall(Run):
             if not self._repeats_calls(error):
                 raise
         finally:
+            if watching is not None:
+                watching.__exit__()
             thread.run, thread.overrides, here.observers = outer, overrides, observers
             _torch.set_grad_enabled(grad)
         return self._replay(opened)
 
     def was_read(self, slot: Slot, tensor: torch.Tensor) -> None:
-        """Empties a slot that has been read, unless its node is to run once more, in another half of this backward."""
-        if not _torch.in_backward():
-            slot.tensor = None
-        elif leaves_undone():
-            self.transient, this_task().split = False, True
-        else:
-            slot.tensor = weakref.ref(tensor)
+        """Empties a slot that has been read."""
+        slot.tensor = weakref.ref(tensor) if _torch.in_backward() else None
 
-    def end(self, kept: bool, split: bool) -> None:
-        """Empties every slot at the end of a backward call, unless it was a half and left some to the other."""
-        full = (isinstance(getattr(ref(), "tensor", None), torch.Tensor) for ref in self.slots)
-        if kept and (not self.transient or (split and any(full))):
-            return
+    def end(self) -> None:
+        """Empties every slot at the end of a backward call."""
         self.release()
 
     def release(self) -> None:
@@ -713,6 +717,12 @@ def _within(context: contextlib.AbstractContextManager[Any], fn: Callable[..., A
         )
 
     return inner
+
+
+def _owner_of(fn: Any) -> torch.nn.Module | None:
+    """The module whose forward a function is."""
+    owner = getattr(fn, "__self__", None)
+    return owner if isinstance(owner, torch.nn.Module) and getattr(fn, "__name__", "") == "forward" else None
 
 
 def _ambient_store(outer: Run | None, hooks: tuple[Any, Any]) -> Store:

@@ -29,11 +29,9 @@ from ..state import Ambient, advanced
 from ..state.observer import Observers, here
 from ..state.values import Key, Run, thread, without_graph
 from ..stores import Kept, Store
-from .arguments import PLAIN, Call
-from .captures import content_of
-from .inputs import Inputs
 from .shape_only import ShapeOnly, TensorLayout, missing
 from .slots import Owner, Packed, Slot, unpack
+from .taken import PLAIN, Taking, content_of, labelled
 from .views import WHOLE, AnyGeometry, geometry
 
 
@@ -63,17 +61,12 @@ class Scope(Owner, Protocol):
     """The interface a saved call needs from the enclosing forward."""
 
     saved_call: type[SavedCall]
-    inputs: Inputs
+    taking: Taking
     observers: Observers | None
     alive: Mapping[int, int]  # versions of its inputs and parameters by identity, while its forward runs
 
     def alias(self, record: SavedCall) -> None:
         """Notes what a saved call has kept on the device: while the forward runs, the graph may hold it."""
-        ...
-
-    @property
-    def restored(self) -> frozenset[int]:
-        """The storages of tensors that hold other contents outside of the replay."""
         ...
 
 
@@ -101,6 +94,7 @@ class SavedCall:
         emptied: Whether what it stored is gone, so that a replay makes the call again and fills it in.
     """
 
+    can_be_emptied = False  # whether a replay may have to make it again, though nothing went wrong
     not_needed = read = repeated = finished = dropped = emptied = False
     _outputs: Sequence[Any] | None = None
     _spec: Any = None
@@ -153,7 +147,7 @@ class SavedCall:
         self._views.append((weakref.ref(slot), index, place))
         return slot
 
-    def fill(self, region: str, inputs: Sequence[torch.Tensor], restored: frozenset[int]) -> None:
+    def fill(self, region: str, inputs: Sequence[torch.Tensor]) -> None:
         """Fills the slots that are views of the call's inputs."""
         for ref, index, place in self._views:
             if (slot := ref()) is not None:
@@ -163,8 +157,6 @@ class SavedCall:
                     raise errors.MismatchError(_other_inputs(region, self.name, index, then, now))
                 if type(view) is ShapeOnly:
                     raise missing(view, self.name)
-                if restored and storage_id(view) in restored:  # its contents will not outlive the replay
-                    view = view.clone()
                 slot.version = view._version
                 slot.stream = _torch.stream_for(view) if slot.owner.streams else None
                 slot.tensor = view
@@ -312,7 +304,7 @@ class SavedCall:
                     slot = self.slot(region_call, tensor, i, given)
             if slot is None and not (self.pure and base is tensor):  # else an input may be a view of that base
                 storage = storage_id(tensor)
-                if storage and storage in region_call.inputs.storages:
+                if storage and storage in region_call.taking.storages:
                     return tensor.detach(), tensor._version
                 for i, given in enumerate(inputs if storage else ()):
                     if storage_id(given) == storage and slot is None and given._version == versions[i]:
@@ -326,9 +318,7 @@ class SavedCall:
     def hold(self, tensor: torch.Tensor, region_call: Scope | None, store: Store | None) -> Packed:
         """Keeps a tensor that the replay does not rebuild."""
         if store is None:
-            restored = () if region_call is None or tensor.requires_grad else region_call.restored
-            own = restored and storage_id(tensor) in restored
-            held = tensor.clone() if own else tensor.detach()  # a replay changes the buffer, and puts it back
+            held = tensor.detach()
             return held, version_of(held)
         self._leaving.append(Kept(store, tensor.detach(), self.name, later=True))
         return self._leaving[-1]
@@ -355,8 +345,7 @@ def tensors_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     if _LEAVES.issuperset(map(type, leaves)):
         found: list[torch.Tensor] = [*compress(leaves, map(_TENSORS.__contains__, map(type, leaves)))]
     else:
-        call = Call(args, kwargs)
-        found = [call.leaves[i] for i in call.tensors]
+        found = [tensor for _, tensor in labelled(args, kwargs)]
     if isinstance(fn, types.FunctionType) and fn.__closure__:
         found += [value for value in map(content_of, fn.__closure__) if isinstance(value, torch.Tensor)]
     return found
@@ -400,12 +389,15 @@ def record_call(
     if here.observers is not None:
         fn = here.observers.around("saved call", name, run, fn)
     _torch.push_hooks(pack, unpack)
+    modules = thread.modules
     thread.run = None
+    if not record.can_be_emptied:  # else no replay calls what it calls
+        thread.modules = None
     try:
         try:
             result = fn(*args, **kwargs)
         finally:
-            thread.run = run
+            thread.run, thread.modules = run, modules
             _torch.pop_hooks()
         record.record(result, inputs, versions, store, advanced(ambients, before) if ambients else ())
     except BaseException:  # which the function may catch: a replay makes the call again, for the same error

@@ -38,13 +38,13 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from .. import _torch, errors
 from .._torch.compiler import all_uncompiled
 from .._torch.storages import set_versions, versions_of
-from ..engine.arguments import Call
-from ..engine.captures import EMPTY, Captures, content_of, undo
+from ..engine.taken import EMPTY, content_of, labelled
 from ..errors.text import counted, grouped, shown, starred, starred_path, table
 from ..state import DEFAULT, Ambient, NumpyRng, PythonRng
 from .batch import Batch, call_of
 from .ledger import storages
 from .operations import Allocation, Allocations
+from .reach import Reach, put_back
 from .retainers import Heap, Hold, Retainers
 
 KINDS = ("saved", "region", "escaped")
@@ -77,17 +77,15 @@ def saved_activations(
     """
     call = call_of("saved_activations", model, args, kwargs, loss=False)
     values = [*call[0], *call[1].values()]
-    reach = Captures(model, [value for value in values if isinstance(value, nn.Module)])
+    reach = Reach(model, [value for value in values if isinstance(value, nn.Module)])
     kept = reach.keep()
     try:
         return _look(model, *call, reach)
     finally:
-        undo(kept)
+        put_back(kept)
 
 
-def _look(
-    model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reach: Captures
-) -> SavedActivations:
+def _look(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reach: Reach) -> SavedActivations:
     values = [*args, *kwargs.values()]
     names = module_names(model, reach)
     retainers = Retainers()
@@ -142,7 +140,7 @@ def _explain_the_rest(
 
 
 @contextmanager
-def _state_as_before(reach: Captures, values: list[Any]) -> Generator[None]:
+def _state_as_before(reach: Reach, values: list[Any]) -> Generator[None]:
     """Puts back the buffers, weights and generators that a call reaches, PyTorch's own, Python's and NumPy's."""
     reached = CallState(reach, values)
     with generators_as_before():
@@ -296,7 +294,7 @@ class CallState:
         generators: Each generator, with its state.
     """
 
-    def __init__(self, reach: Captures, values: Iterable[Any]) -> None:
+    def __init__(self, reach: Reach, values: Iterable[Any]) -> None:
         # The first call of a LazyModule, which removes a hook, stays done.
         own = [vars(module) for module in reach.modules if not isinstance(module, LazyModuleMixin)]
         hooks = [held for names in own for name, held in names.items() if name in _HOOKS]
@@ -344,7 +342,7 @@ def _row(one: Allocation, nbytes: int, hold: Hold | None, in_cycle: bool, in_res
     return Row(nbytes, kind, one.op, savers, holders, one.module, one.line, *about, in_result)
 
 
-def module_names(model: object, reach: Captures) -> dict[int, str]:
+def module_names(model: object, reach: Reach) -> dict[int, str]:
     """Returns paths by `id`: of a model's modules, or a function's, below their class if it has several."""
     inner = {id(child) for module in reach.modules for child in module.children()}
     tops = [module for module in reach.modules if id(module) not in inner]
@@ -359,7 +357,7 @@ def module_names(model: object, reach: Captures) -> dict[int, str]:
 
 
 def _names_of_storages(
-    reach: Captures, names: Mapping[int, str], args: tuple[Any, ...], kwargs: dict[str, Any]
+    reach: Reach, names: Mapping[int, str], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[int, tuple[str, str]]:
     """Returns kind and name of what was there before the call, by `id` of its storage."""
     found: dict[int, tuple[str, str]] = {}
@@ -372,10 +370,9 @@ def _names_of_storages(
             for name, tensor in tensors:
                 for _, storage in storages(tensor):
                     found.setdefault(id(storage), (kind, f"{path}.{name}".removeprefix(".")))
-    call = Call(args, kwargs)
-    for index in call.tensors:
-        for _, storage in storages(call.leaves[index]):
-            found.setdefault(id(storage), ("input", call.label(index)))
+    for label, tensor in labelled(args, kwargs):
+        for _, storage in storages(tensor):
+            found.setdefault(id(storage), ("input", label))
     return found
 
 

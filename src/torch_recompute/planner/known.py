@@ -40,7 +40,7 @@ from .. import _torch, errors
 from .._torch.fakes import is_wrapper
 from .._torch.graphs import gradient_hooks
 from .._torch.modes import settings, split_settings
-from ..engine.captures import MANY
+from ..engine.taken import MANY
 from ..memory.batch import tensors_of_call
 from ..memory.ledger import storages
 from ..memory.operations import kind_of

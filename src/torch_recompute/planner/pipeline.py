@@ -545,6 +545,11 @@ def plan_stages(
             start, stop = pipeline.bounds[stage]
             found[stage] = StagePlan(stage, rank.number, held[stage], tuple(paths[start:stop]), plan)
     made = f"{pipeline.name} with {pipeline.microbatches} microbatches on {len(pipeline.orders)} ranks"
+    if any(action.kind == INPUTS for order in pipeline.orders.values() for action in order):
+        made += (
+            "; each region is counted to replay once for both halves of a backward, as it does within\n"
+            "with torch.utils.checkpoint.GraphExecGroup(): schedule.step(...)"
+        )
     return StagePlans(tuple(found[stage] for stage in sorted(found)), made)
 
 

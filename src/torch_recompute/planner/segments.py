@@ -30,7 +30,6 @@ from .. import _torch, errors
 from .._torch.compiler import uncompiled
 from .._torch.fakes import FakeTensorMode
 from .._torch.modes import transforming
-from ..engine.arguments import Call, is_context
 from ..memory.operations import Operation
 from ..plan.apply import apply
 from ..plan.choice import ATTENTION, DOWN, Choice, Target, joined
@@ -44,6 +43,7 @@ from ..simulation.experts import share_experts
 from ..simulation.fake_mode import FakeMode
 from ..simulation.fully_sharded import computing
 from ..simulation.training_step import TrainingStep
+from .arguments import Call, is_context
 from .ops import Op, logging
 from .trials import SegmentCall
 

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import GraphExecGroup
 
 from .. import _torch
 from .._torch import tensors_in
@@ -441,7 +442,8 @@ class _Microbatches:
         self._recording.counting = True
         start = len(self._timeline)
         if self._halves:
-            half = self._in_halves(outputs, gradients, again, level)
+            with GraphExecGroup():  # as plans for such schedules say: each region replays once for both
+                half = self._in_halves(outputs, gradients, again, level)
         else:
             torch.autograd.backward(outputs, gradients)
             self._gradients_made(BACKWARD, again, start, level)

@@ -31,7 +31,7 @@ from .._torch.fakes import FakeMaker, FakeTensorMode, fake_like, is_sharded, is_
 from .._torch.graphs import gradient_hooks
 from .._torch.storages import is_fake
 from .._torch.tensors import each_tensor
-from ..engine.captures import EMPTY, MANY, content_of
+from ..engine.taken import EMPTY, MANY, content_of
 from ..memory.operations import kind_of
 from ..memory.saved import BeforeWrites, Container, contents, fill
 from .made_up import floats, is_hollow, keeps_values, stays

@@ -39,11 +39,25 @@ class CpuRng:
 
     def capture(self) -> torch.Tensor:
         """The generator's state: uint8 [5056]."""
-        return torch.default_generator.get_state()
+        return _own(torch.default_generator).get_state()
 
     def restore(self, value: torch.Tensor) -> None:
         """Sets the generator's state."""
-        torch.default_generator.set_state(value)
+        _own(torch.default_generator).set_state(value)
+
+
+class _StandIn(threading.local):
+    """This thread's generators that stand in for the process's (`own_generators.py`), while a replay has some."""
+
+    now: Any = None
+
+
+stand_in = _StandIn()
+
+
+def _own(generator: torch.Generator) -> torch.Generator:
+    """The generator that this thread draws from where code asks for another."""
+    return generator if stand_in.now is None else stand_in.now.of(generator)
 
 
 class InGraph(NamedTuple):
@@ -65,14 +79,14 @@ class GeneratorRng:
                 return InGraph((captured_state(self.generator),))
             except RuntimeError:  # not registered with the graph: torch refuses to draw from it there
                 return InGraph(())
-        return self.generator.get_state()
+        return _own(self.generator).get_state()
 
     def restore(self, value: torch.Tensor | InGraph) -> None:
         """Sets the generator's state."""
         if self in _still.ambients:
             return
         if not isinstance(value, InGraph):
-            self.generator.set_state(value)
+            _own(self.generator).set_state(value)
         elif value.pairs:
             set_captured_state(self.generator, value.pairs[0])
 
@@ -87,7 +101,7 @@ class DeviceRng:
         """One (seed, philox offset) pair, or state, per device; in a capture that of the present device."""
         if capturing():
             return InGraph((captured_state(_present()),))
-        generators = _torch.device_generators()
+        generators = [*map(_own, _torch.device_generators())]
         return [(g.initial_seed(), g.get_offset()) for g in generators] if generators else _torch.device_states()
 
     def restore(self, value: Any) -> None:
@@ -106,7 +120,7 @@ class DeviceRng:
                 _torch.set_device_state(i, then)
         if states:
             return
-        for generator, pair in itertools.zip_longest(_torch.device_generators(), value):
+        for generator, pair in itertools.zip_longest(map(_own, _torch.device_generators()), value):
             seed, offset = pair or (generator.initial_seed(), 0)
             if generator.initial_seed() != seed:
                 generator.manual_seed(seed)
@@ -251,31 +265,22 @@ class TensorState:
 
     def restore(self, value: list[torch.Tensor]) -> None:
         """Copies the values back; version counters do not move, so what autograd saved of them remains valid."""
-        _put(paired([*map(_writable, self.tensors)], value))
+        _put(_paired([*map(_writable, self.tensors)], value))
+
+
+def left_to(ambients: Sequence[Ambient]) -> frozenset[int]:
+    """The storages of the tensors that some states put back in place."""
+    tensors = [tensor for one in ambients if isinstance(one, TensorState) for tensor in one.tensors]
+    return frozenset(map(_torch.storage_id, tensors))
 
 
 Alike = Sequence[tuple[list[torch.Tensor], Sequence[torch.Tensor]]]
 """Tensors that one operation can copy, with a value for each."""
 
 
-def copied(tensors: Sequence[torch.Tensor]) -> Alike:
-    """The tensors, each with a copy of it."""
-    with _torch.versions_kept():
-        groups = [[tensors[i] for i in some] for some in _alike(tensors)]
-        return [(group, _clones([*map(_writable, group)])) for group in groups]
-
-
-def paired(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> Alike:
+def _paired(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> Alike:
     """The tensors, each with its value."""
     return [([tensors[i] for i in some], [values[i] for i in some]) for some in _alike(tensors)]
-
-
-def exchange(pairs: Alike, stack: contextlib.ExitStack) -> None:
-    """Puts what was `copied` back, as a `TensorState` does; and what is there now, once the stack is left."""
-    with _torch.versions_kept():
-        targets = [([*map(_writable, tensors)], values) for tensors, values in pairs]
-        stack.callback(_put, [(tensors, _clones(tensors)) for tensors, _ in targets])
-        _put(targets)
 
 
 def copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

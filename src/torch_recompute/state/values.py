@@ -70,6 +70,7 @@ class Run:
 
     record: CallRecord | None = None
     replaying = False
+    modules: Any = None  # of a region's forward: what its own modules held
     _next_record = _next_child = 0
 
     def __init__(self, name: str, ambients: Sequence[Ambient] = ()) -> None:
@@ -161,6 +162,10 @@ class Thread(threading.local):
         run: The run that the thread is in; None outside of every region, and inside a saved call.
         overrides: Decides about calls with a name; None without one. A replay has that of its forward.
         calls: How many calls of regions it has begun; what is put into a store meanwhile belongs together.
+        modules: What receives the modules that are called, while a region runs whose function is no module.
+        calls_hidden: Whether modules are called in compiled code, where no hook sees it: a region then reads all
+            modules that its function holds, with all below them.
+        waiting: The results of regions that wait to be discarded, by storage (`engine/discard.py`).
         traced: Whether `torch.compile` is tracing a region here.
         untraced: Whether this is in a region that it could not trace: saved calls and choices in it run as they are.
     """
@@ -170,6 +175,9 @@ class Thread(threading.local):
         self.run: Run | None = None
         self.overrides: Overrides | None = None
         self.calls = 0
+        self.modules: Any = None
+        self.calls_hidden = False
+        self.waiting: dict[int, Any] = {}
         self.traced = self.untraced = False
 
 

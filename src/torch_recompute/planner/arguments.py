@@ -1,49 +1,19 @@
-"""The arguments of one call of a region, taken apart and put together again.
+"""The arguments of one recorded call, taken apart and put together again with other tensors.
 
-A region is called twice with "the same" arguments, the second time long after the first. Between the two the caller
-may have emptied a list that was passed, popped a key from a dict, replaced an element or set an attribute. So a call is
-taken apart into leaves when it is made and put together again for each replay: containers are rebuilt, and objects that
-hold plain data alone, as a context or a cache does; tensors come from where they were kept, everything else is passed
-on by identity. What a function writes into a container or an object is not held either, so that no cycle leads from a
-region's result through it back to the region. Flat calls (every argument a tensor or a plain value) are by
-far the most common and skip the pytree machinery. Rejected: `tree_flatten((args, kwargs))` on every call, 5 us where
-the loop below takes one.
+A segment of a model is tried many times over, each time with tensors of its own. Containers, and objects that hold
+plain data alone, as a context does, are rebuilt around them; everything else is passed on by identity.
 """
 
 from __future__ import annotations
 
-import collections
 import enum
-import types
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from .. import _torch
-
-PLAIN = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size})
-
-
-CONTAINERS = (list, dict, set, collections.deque)
-FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
-_WRITTEN_IN_PYTHON = 1 << 9  # a class that Python has made: `Py_TPFLAGS_HEAPTYPE`
-
-
-def is_config(value: Any, deep: int = 2) -> bool:
-    """Whether an object holds plain data alone, as a config does. A handle or a trainer does not, and is left alone."""
-    if isinstance(value, (torch.nn.Module, torch.Tensor, *FUNCTIONS)) or not deep:
-        return False
-    data: dict[str, Any] | None = getattr(value, "__dict__", None)
-    plain = (enum.Enum, tuple, torch.Tensor, torch.Generator, *CONTAINERS, *FUNCTIONS)
-    return bool(data) and all(
-        type(one) in PLAIN or isinstance(one, plain) or is_config(one, deep - 1) for one in data.values()
-    )
-
-
-def written_in_c(kind: type[Any]) -> bool:
-    """Whether a class is no Python code's, so that an object of it may have more than its attributes."""
-    return not kind.__flags__ & _WRITTEN_IN_PYTHON
+from ..engine.taken import PLAIN, is_config, written_in_c
 
 
 def is_context(value: Any) -> bool:
@@ -53,7 +23,7 @@ def is_context(value: Any) -> bool:
     """
     kinds = type(value).__mro__[:-1]
     mine = not any(written_in_c(kind) or kind.__dict__.get("__slots__") for kind in kinds)
-    return mine and not isinstance(value, enum.Enum) and type(value).__module__[:6] != "torch." and is_config(value)
+    return mine and not isinstance(value, enum.Enum) and is_config(value) and bool(value.__dict__)
 
 
 class Subtree(NamedTuple):

@@ -1,0 +1,214 @@
+"""Puts back, for the length of a replay, what users' objects held in the forward.
+
+A replay must find lists, objects and modules as the forward found them. Where one holds something else by then, the
+replay's contents are written into that same object, and afterwards those that were there are written back. Two threads
+must not do so to one object at once: each thread that writes owns the objects that it writes to, and only these, for
+the length of its replay. A replay that finds everything as it was owns nothing and waits for nobody.
+
+A thread that owns something, or is in another replay, never waits: the other one may be waiting for it, in a lock or in
+a collective, for ever. It raises instead, and names both regions. One that does not waits, without a limit, until
+nobody owns or reads its objects.
+
+Rejected: one lock for the process (replays that meet in a barrier waited for each other until that gave up); a lock in
+each object (builtin containers have no place for one); locks taken in an order (a nested replay cannot know which
+objects the next one will need).
+"""
+
+from __future__ import annotations
+
+import collections
+import contextvars
+import operator
+import threading
+from collections.abc import Container, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import errors
+
+CONTAINERS = (list, dict, set, collections.deque)
+
+
+def entries_of(inside: Any) -> Any:
+    """A copy of what a container holds: a dict of a dict, else a list."""
+    return dict(inside) if isinstance(inside, dict) else [*inside]
+
+
+def alike(inside: Any, content: Any) -> bool:
+    """Whether a container holds just these objects, in this order."""
+    if isinstance(inside, dict):
+        if inside.keys() != content.keys() or not _in_order(inside, content):
+            return False
+        return all(map(operator.is_, inside.values(), map(content.__getitem__, inside)))
+    return len(inside) == len(content) and all(map(operator.is_, inside, content))
+
+
+def _in_order(inside: Any, content: Any) -> bool:
+    """Whether two dictionaries of the same keys are in the same order; that of a module's attributes says nothing."""
+    return "_parameters" in content or [*inside] == [*content]
+
+
+def put(inside: Any, content: Any) -> None:
+    """Has a container hold just these objects, and writes no more than that takes."""
+    if isinstance(inside, dict):
+        for key in [key for key in inside if key not in content]:
+            del inside[key]
+        for key, value in content.items():
+            if key not in inside or inside[key] is not value:
+                inside[key] = value
+        if not _in_order(inside, content):
+            inside.clear()
+            inside.update(content)
+    elif not alike(inside, content):
+        inside.clear()
+        (inside.update if isinstance(inside, set) else inside.extend)(content)
+
+
+class _Owner(NamedTuple):
+    """A thread that has put other contents into an object, and the name of the region that it replays."""
+
+    thread: int
+    region: str
+
+
+OWNED: dict[int, _Owner] = {}
+"""The owners of objects, by the identity of the object, which an owner refers to."""
+READING: dict[int, list[Exchange]] = {}
+"""The replays that run now, by thread. Each stands here before it looks at `OWNED`, and an owner stands there before it
+looks here, so one of two that begin at once sees the other."""
+_changed = threading.Condition(threading.Lock())
+
+
+def woken() -> None:
+    """Wakes the threads that wait for an object, after a replay."""
+    if _waiting:
+        with _changed:
+            _changed.notify_all()
+
+
+_waiting: list[int] = []  # the threads that wait
+
+
+def _each_needs_the_others(region: str, mine: str, other: str) -> str:
+    return (
+        f"two threads replay regions that need the same objects. The replay of {region} must find an object of yours "
+        f"(a module, a list, a context) as its forward found it, but the replay of {other} on another thread has put "
+        f"other contents into it. It cannot wait for that one, since the replay of {mine} on this thread holds an "
+        "object in the same way, for which the other thread may wait.\n"
+        "  Give each thread objects of its own (a copy of the module, one list per microbatch), or do not change them "
+        "between a forward and its backward."
+    )
+
+
+class Exchange:
+    """The contents that one replay finds in users' objects, and those that were there.
+
+    Attributes:
+        region: The region's name, for errors.
+        tensors: The tensor that was made for each one held, so that one stays one.
+        objects: The object that was opened for each one held, likewise.
+        copies: What the replay is lent in the place of tensors that it may change.
+        given: The identities of the tensors that the graph of the forward may hold directly.
+        versions: Those of these dictionaries when the replay begins.
+        modules: The modules that the replay may read, by their identity.
+        waits: Whether it waits for an object, and reads none yet.
+        places: Which of the region's modules' dictionaries it looks after.
+        context: The context variables of the forward.
+        wanted: Containers with what the replay must find in them, each after the object that it belongs to.
+    """
+
+    __slots__ = (
+        *("_found", "_keys", "context", "copies", "given", "modules", "objects", "places", "region", "tensors"),
+        *("versions", "waits", "wanted"),
+    )
+
+    def __init__(self, region: str) -> None:
+        self.region = region
+        self.tensors: dict[int, Any] = {}
+        self.objects: dict[int, Any] = {}
+        self.copies: list[torch.Tensor] = []
+        self.given: set[int] = set()
+        self.modules: Container[int] = ()
+        self.waits = False
+        self.places: Container[int] = ()
+        self.versions: Sequence[int] = ()
+        self.context: contextvars.Context | None = None
+        self.wanted: list[tuple[Any, Any, Any]] = []
+        self._found: list[tuple[Any, Any]] = []
+        self._keys: list[int] = []
+
+    def want(self, owner: Any, inside: Any, content: Any) -> None:
+        """Notes what the replay must find in a container of an object, or in the object, a container itself."""
+        self.wanted.append((owner, inside, content))
+
+    def reads(self, keys: Container[int]) -> bool:
+        """Whether the replay may read one of some objects."""
+        if self.waits:
+            return False
+        mine = [*self.modules] if isinstance(self.modules, dict) else []  # another thread may add to it
+        return any(key in keys for key in (*mine, *[id(owner) for owner, _, _ in self.wanted]))
+
+    def is_busy(self, owner: Any) -> bool:
+        """Whether another thread's replay has put something into an object, which it will take out again."""
+        found = OWNED.get(id(owner))
+        return found is not None and found.thread != threading.get_ident()
+
+    def enter(self) -> None:
+        """Writes what differs, once no other thread's replay reads or owns what is written to."""
+        others = self._differing()
+        if others:
+            with _changed:
+                while others := self._differing():
+                    if self._owns({id(owner) for owner, _, _ in others}):
+                        break
+                    me = threading.get_ident()
+                    self.waits = True
+                    _waiting.append(me)
+                    try:
+                        _changed.wait()
+                    finally:
+                        _waiting.remove(me)
+                        self.waits = False
+        self._found = [(inside, entries_of(inside)) for owner, inside, _ in self.wanted if not self.is_busy(owner)]
+        for _, inside, content in others:
+            put(inside, content)
+
+    def _owns(self, wanted: set[int]) -> bool:
+        """Makes this thread the owner of some objects; False where another one has to end first.
+
+        Raises:
+            RecomputeError: Another one has to end first, and may wait for this thread.
+        """
+        me = threading.get_ident()
+        of_others = [OWNED[key].region for key in wanted if key in OWNED and OWNED[key].thread != me]
+        new = [key for key in wanted if key not in OWNED]
+        OWNED.update(dict.fromkeys(new, _Owner(me, self.region)))
+        running = [one for thread, many in [*READING.items()] if thread != me for one in [*many]]
+        of_others += [one.region for one in running if one.reads(wanted)]
+        if not of_others:
+            self._keys += new
+            return True
+        for key in new:
+            del OWNED[key]
+        outer = [one.region for one in READING.get(me, ()) if one is not self]
+        mine = [*[owner.region for owner in OWNED.values() if owner.thread == me], *outer]
+        if mine:
+            raise errors.RecomputeError(_each_needs_the_others(self.region, mine[0], of_others[0]))
+        return False
+
+    def _differing(self) -> list[tuple[Any, Any, Any]]:
+        """What is not as it was; what another thread has put somewhere may be, and will not stay."""
+        return [one for one in self.wanted if not alike(one[1], one[2]) or self.is_busy(one[0])]
+
+    def leave(self) -> None:
+        """Has the objects hold what they held before."""
+        try:
+            for inside, content in reversed(self._found):
+                if not alike(inside, content):
+                    put(inside, content)
+        finally:
+            for key in self._keys:
+                del OWNED[key]
+            self._found, self._keys, self.wanted = [], [], []
+            woken()

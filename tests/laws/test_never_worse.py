@@ -1,0 +1,517 @@
+"""Where PyTorch's checkpoint gives the plain gradient so does a region, whatever shape the program has.
+
+Each row is a training step that somebody writes, given how the region's function is wrapped. A row returns what it
+leaves: gradients, and whatever else must be as in the plain step.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextvars
+import functools
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import CheckpointError
+from torch.utils.checkpoint import checkpoint as stock
+
+from laws.module_steps import same
+from laws.watch import bits, on_threads
+from torch_recompute import Choice, Plan, apply, checkpoint, recompute
+
+STEPS = {}
+
+
+def step(make):
+    STEPS[make.__name__] = make
+    return make
+
+
+def rand(*size):
+    return torch.randn(*size, requires_grad=True)
+
+
+# --- an argument that has another name --------------------------------------------------------------------------------
+
+
+class Reads(nn.Module):
+    """A layer that reads the scale of a context which it holds as well."""
+
+    def __init__(self, context):
+        super().__init__()
+        self.linear, self.context = nn.Linear(4, 4), context
+
+    def forward(self, x):
+        return (self.linear(x) * self.context.scale).sin()
+
+    def method(self, x):
+        return (self.linear(x) * self.context.scale).cos()
+
+
+def set_before(read):
+    """A block that sets something of what it is given, and then calls what reads it under another name."""
+
+    def run(wrap):
+        context, x = SimpleNamespace(scale=1.0), rand(2, 4)
+        layer = Reads(context)
+
+        def block(x, ctx, value):
+            ctx.scale = value
+            return read(layer, context)(x)
+
+        call = wrap(block)
+        y = call(call(x, context, 2.0), context, 3.0)
+        y.sum().backward()
+        return [x.grad, layer.linear.weight.grad, context.scale]
+
+    return run
+
+
+STEPS["an object that a module holds"] = set_before(lambda layer, context: layer)
+STEPS["an object that a closure holds"] = set_before(lambda layer, context: lambda x: (x * context.scale).sin())
+STEPS["an object that a bound method reads"] = set_before(lambda layer, context: layer.method)
+STEPS["an object that a partial reads"] = set_before(
+    lambda layer, context: functools.partial(lambda c, x: (x * c.scale).sin(), context)
+)
+
+
+class Listed(nn.Module):
+    """A layer that reads a list, a dict or a set that its caller writes to."""
+
+    def __init__(self, held, read):
+        super().__init__()
+        self.linear, self.held, self.read = nn.Linear(4, 4), held, read
+
+    def forward(self, x):
+        return (self.linear(x) * self.read(self.held)).sin()
+
+
+def container(make, write, read, by_name=False):
+    def run(wrap):
+        held, x = make(), rand(2, 4)
+        layer = Listed(held, read)
+
+        def block(x, held, value):
+            write(held, value)
+            return layer(x)
+
+        call = wrap(block)
+        y = x
+        for value in (2.0, 3.0):
+            y = call(y, held=held, value=value) if by_name else call(y, held, value)
+        y.sum().backward()
+        return [x.grad, layer.linear.weight.grad, held]
+
+    return run
+
+
+STEPS["a list"] = container(lambda: [1.0], lambda h, v: h.__setitem__(0, v), lambda h: h[0])
+STEPS["a list that grows"] = container(lambda: [1.0], lambda h, v: h.append(v), sum)
+STEPS["a list that is emptied"] = container(
+    lambda: [1.0, 2.0, 3.0], lambda h, v: (h.clear(), h.append(v)), lambda h: h[0] * len(h)
+)
+STEPS["a dict"] = container(lambda: {"scale": 1.0}, lambda h, v: h.update(scale=v), lambda h: h["scale"])
+STEPS["a dict by keyword"] = container(
+    lambda: {"scale": 1.0}, lambda h, v: h.update(scale=v), lambda h: h["scale"], by_name=True
+)
+STEPS["a set"] = container(lambda: {1.0}, lambda h, v: h.add(v), sum)
+STEPS["a list in a dict"] = container(
+    lambda: {"scales": [1.0]}, lambda h, v: h["scales"].append(v), lambda h: h["scales"][-1]
+)
+STEPS["a list of tensors"] = container(
+    lambda: [torch.ones(4)], lambda h, v: h.__setitem__(0, torch.full((4,), v)), lambda h: h[0]
+)
+STEPS["a list of results"] = container(
+    lambda: [torch.ones(4, requires_grad=True).exp()], lambda h, v: h.append(h[-1] * v), lambda h: h[-1]
+)
+
+
+@step
+def a_list_within_an_object(wrap):
+    context, x = SimpleNamespace(scales=[1.0]), rand(2, 4)
+    layer = Listed(context.scales, lambda held: held[-1])
+
+    def block(x, ctx, value):
+        ctx.scales.append(value)
+        return layer(x)
+
+    call = wrap(block)
+    call(call(x, context, 2.0), context, 3.0).sum().backward()
+    return [x.grad, layer.linear.weight.grad, context.scales]
+
+
+@step
+def two_arguments_that_are_one(wrap):
+    held, x = [1.0], rand(2, 4)
+
+    def block(x, a, b):
+        a.append(2.0)
+        return (x * sum(b) * len(a)).sin().exp()
+
+    call = wrap(block)
+    call(call(x, held, held), held, held).sum().backward()
+    return [x.grad, held]
+
+
+@step
+def what_the_caller_changes_before_backward(wrap):
+    """As a pipeline sets the next microbatch's before this one's backward."""
+    context, held, x = SimpleNamespace(scale=2.0), [3.0], rand(2, 4)
+    layer = Reads(context)
+    y = wrap(lambda x, ctx, h: layer(x) * ctx.scale * h[0])(x, context, held)
+    context.scale, held[0] = 7.0, 8.0
+    y.sum().backward()
+    return [x.grad, layer.linear.weight.grad, context.scale, held]
+
+
+@step
+def the_order_of_a_dict_changes(wrap):
+    x, held = rand(2, 4), {"a": 1.0, "b": 2.0}
+    y = wrap(lambda x, held: (x * next(iter(held.values()))).sin().exp())(x, held)
+    held["a"] = held.pop("a")
+    y.sum().backward()
+    return [x.grad, [*held]]
+
+
+@step
+def the_order_of_children_changes(wrap):
+    layers, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), rand(2, 4)
+    y = wrap(layers)(x)
+    layers._modules["0"] = layers._modules.pop("0")
+    y.sum().backward()
+    return [x.grad, [*layers._modules]]
+
+
+class Node:
+    """A node of a tree, which leads to its parent and its children."""
+
+    def __init__(self, parent=None):
+        self.parent, self.children, self.scale = parent, [], 2.0
+        if parent is not None:
+            parent.children.append(self)
+
+
+@step
+def an_object_that_leads_to_itself(wrap):
+    root, x = Node(), rand(2, 4)
+    Node(root)
+    wrap(lambda x, node: (x * node.scale).sin().exp())(x, root).sum().backward()
+    return [x.grad]
+
+
+@step
+def an_attribute_that_leads_to_itself(wrap):
+    layer, x = Listed(Node(), lambda root: root.scale), rand(2, 4)
+    Node(layer.held)
+    wrap(layer)(x).sum().backward()
+    return [x.grad]
+
+
+@step
+def losses_by_name(wrap):
+    x, losses = rand(2, 4), collections.defaultdict(list)
+
+    def block(x, losses, name):
+        losses[name].append(x.mean())
+        return x.sin().exp()
+
+    call = wrap(block)
+    y = call(call(x, losses, "a"), losses, "b")
+    (y.sum() + sum(map(sum, losses.values()))).backward()
+    return [x.grad, {name: len(held) for name, held in losses.items()}]
+
+
+@step
+def the_last_two_results(wrap):
+    x = rand(2, 4)
+    past = collections.deque([x * 2, x * 3], maxlen=2)
+
+    def block(x, past):
+        past.append(x.sin())
+        return (x * len(past)).sin().exp()
+
+    wrap(block)(x, past).sum().backward()
+    return [x.grad, len(past)]
+
+
+NAMES = contextvars.ContextVar("NAMES")
+
+
+@step
+def a_set_in_a_context_variable(wrap):
+    x, names = rand(2, 4), {1.0}
+    token = NAMES.set(names)
+    y = wrap(lambda x: (x * len(NAMES.get())).sin().exp())(x)
+    names.add(2.0)
+    y.sum().backward()
+    NAMES.reset(token)
+    return [x.grad, len(names)]
+
+
+# --- a model around the region ----------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    """Calls its layers by a method of its own, in regions."""
+
+    def __init__(self, depth=4):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(depth))
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def run(self, i, x):
+        return self.layers[i](x).exp()
+
+    def scaled(self, i, x):
+        return (self.layers[i](x) * self.scale).exp()
+
+
+def release(optimizer, p):
+    optimizer.step()
+    p.grad = None
+
+
+def releasing(call):
+    """An optimizer steps each weight as soon as its gradient is there."""
+
+    def run(wrap):
+        model = Model()
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(functools.partial(release, torch.optim.SGD([p], lr=0.1)))
+        for _ in range(2):
+            x = torch.ones(2, 4)
+            for i in range(len(model.layers)):
+                x = call(wrap, model, i, x)
+            x.sum().backward()
+        return [*model.parameters()]
+
+    return run
+
+
+STEPS["a bound method and an optimizer in backward"] = releasing(lambda wrap, m, i, x: wrap(m.run)(i, x))
+STEPS["a closure over the model and one"] = releasing(lambda wrap, m, i, x: wrap(lambda x: m.run(i, x))(x))
+STEPS["a partial of the model and one"] = releasing(lambda wrap, m, i, x: wrap(functools.partial(m.run, i))(x))
+STEPS["a weight that all share and one"] = releasing(lambda wrap, m, i, x: wrap(m.scaled)(i, x))
+
+
+class Codebook(nn.Module):
+    """A codebook larger than what is copied at every call, first updated after a warm-up."""
+
+    def __init__(self, late):
+        super().__init__()
+        self.linear, self.late, self.calls = nn.Linear(4, 4), late, 0
+        self.register_buffer("codes", torch.linspace(-1, 1, 5000 * 4).view(5000, 4))
+
+    def forward(self, x):
+        z = self.linear(x)
+        with torch.no_grad():
+            nearest = torch.cdist(z, self.codes).argmin(-1)
+        chosen = self.codes[nearest]
+        self.calls += 1
+        if self.training and self.calls > self.late:
+            with torch.no_grad():
+                self.codes[nearest] = 0.9 * self.codes[nearest] + 0.1 * z.detach()
+        return ((z - chosen) ** 2).exp()
+
+
+def warming_up(late):
+    def run(wrap):
+        module, found = Codebook(late), []
+        call = wrap(module)
+        for _ in range(5):
+            x = rand(3, 4)
+            call(x).sum().backward()
+            found.append(x.grad)
+        return [*found, module.codes, module.linear.weight.grad]
+
+    return run
+
+
+for late in (0, 1, 3):
+    STEPS[f"a large buffer that changes after {late} calls"] = warming_up(late)
+
+
+class Configured(nn.Module):
+    """Reads an attribute that may be empty when it is first called."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.linear, self.config = nn.Linear(4, 4), config
+
+    def forward(self, x):
+        scale = self.config if isinstance(self.config, float) else self.config.get("scale", 1.0)
+        return (self.linear(x) * scale).sin()
+
+
+def first_seen(empty, full, other):
+    def run(wrap):
+        layer, x = Configured(empty), rand(2, 4)
+        call = wrap(layer)
+        y = call(x)
+        layer.config = full
+        y = call(y)
+        layer.config = other
+        y.sum().backward()
+        return [x.grad, layer.linear.weight.grad]
+
+    return run
+
+
+STEPS["a config that is empty at the first call"] = first_seen({}, {"scale": 2.0}, {"scale": 5.0})
+STEPS["one that is a dict and then a number"] = first_seen({"scale": 2.0}, 3.0, 4.0)
+
+
+@step
+def a_config_that_is_filled_after_the_first_call(wrap):
+    layer, x = Configured({}), rand(2, 4)
+    call = wrap(layer)
+    y = call(x)
+    layer.config["scale"] = 2.0
+    y = call(y)
+    layer.config["scale"] = 5.0
+    y.sum().backward()
+    return [x.grad, layer.linear.weight.grad, layer.config]
+
+
+@step
+def a_plain_object_that_is_empty_at_the_first_call(wrap):
+    context = SimpleNamespace()
+    layer, x = nn.Linear(4, 4), rand(2, 4)
+    layer.context = context
+    call = wrap(lambda x, m=layer: (m(x) * getattr(m.context, "scale", 1.0)).sin())
+    y = call(x)
+    context.scale = 2.0
+    y = call(y)
+    y.sum().backward()
+    return [x.grad, layer.weight.grad, context.scale]
+
+
+# --- modes, threads, retained graphs ----------------------------------------------------------------------------------
+
+
+class Writes(TorchDispatchMode):
+    """Writes to a file while it is entered."""
+
+    def __init__(self):
+        super().__init__()
+        self.open = False
+
+    def __enter__(self):
+        self.open = True
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self.open = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not self.open:
+            raise ValueError("I/O operation on closed file")
+        return func(*args, **(kwargs or {}))
+
+
+@step
+def a_mode_that_has_ended(wrap):
+    layer, x = nn.Linear(4, 4), rand(2, 4)
+    with Writes():
+        y = wrap(lambda x: layer(x).sin().exp())(x)
+    y.sum().backward()
+    return [x.grad, layer.weight.grad]
+
+
+def meeting(body):
+    """Two threads, as ranks, meet in the replay of a region, as in a collective."""
+
+    def run(wrap):
+        barrier, meet = threading.Barrier(2, timeout=20), []
+
+        def block(layer, x):
+            y = body(layer(x))
+            if meet and wrap is not plain:
+                barrier.wait()
+            return body(y.exp())
+
+        pairs = []
+        for layer in (nn.Linear(4, 4), nn.Linear(4, 4)):
+            x = rand(2, 4)
+            pairs.append((wrap(functools.partial(block, layer))(x), x))
+        meet.append(True)
+
+        def gradient(pair):
+            out, x = pair
+            return torch.autograd.grad(out.sum(), x)[0]
+
+        return [*map(gradient, pairs)] if wrap is plain else on_threads(gradient, *pairs)
+
+    return run
+
+
+def plain(fn):
+    return fn
+
+
+STEPS["threads that meet in a region"] = meeting(torch.sin)
+STEPS["threads that meet after dropout"] = meeting(lambda y: F.dropout(y, 0.5))
+STEPS["threads that meet after noise"] = meeting(lambda y: y * torch.rand(4))
+
+
+@step
+def a_gradient_of_the_input_and_then_a_step(wrap):
+    """Saliency, a gradient penalty: a partial gradient that retains the graph, then the whole backward."""
+    layers, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), rand(2, 4)
+    loss = wrap(layers)(x).square().sum()
+    (first,) = torch.autograd.grad(loss, x, retain_graph=True)
+    loss.backward()
+    return [first, x.grad, *(p.grad for p in layers.parameters())]
+
+
+# --- the law ----------------------------------------------------------------------------------------------------------
+
+
+def planned(fn):
+    if not isinstance(fn, nn.Module):
+        return recompute(fn)
+    model = nn.Sequential(fn)
+    apply(model, Plan((Choice(("0",)),)))
+    return model
+
+
+WRAPS = {
+    "recompute": recompute,
+    "twice": lambda fn: recompute(recompute(fn)),
+    "in a closure": lambda fn: recompute(lambda *args, **kwargs: fn(*args, **kwargs)),
+    "checkpoint": lambda fn: functools.partial(checkpoint, fn, use_reentrant=False),
+    "plan": planned,
+}
+
+
+def left(name, wrap):
+    torch.manual_seed(0)
+    found = STEPS[name](wrap)
+    return tree_map(lambda value: bits(value) if isinstance(value, torch.Tensor) else value, found)
+
+
+@pytest.mark.parametrize("way", WRAPS)
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_leaves_what_the_plain_step_leaves(name, way):
+    """Gradients, and what the program holds afterwards, are those of the plain step to the last bit."""
+    got, wanted = left(name, WRAPS[way]), left(name, plain)
+    assert same(got, wanted), f"{got} instead of {wanted}"
+
+
+def test_pytorchs_checkpoint_gives_the_gradient_of_most_rows():
+    """The rows are programs that PyTorch's own checkpoint gives the plain gradient of its input for, most of them."""
+    right = []
+    for name in STEPS:
+        try:
+            found = left(name, lambda fn: functools.partial(stock, fn, use_reentrant=False))[0]
+        except CheckpointError:
+            found = None
+        right.append(same(found, left(name, plain)[0]))
+    assert sum(right) > len(right) / 2
