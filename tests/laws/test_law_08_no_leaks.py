@@ -427,6 +427,23 @@ def test_a_statistic_that_a_module_keeps_holds_its_own_step_only(put):
         assert [ref() is not None for ref in inputs] == [False, False, True]
 
 
+@pytest.mark.parametrize("deep", [lambda t: [t], lambda t: {"a": [t]}, lambda t: types.SimpleNamespace(a=[t])])
+def test_a_constant_in_a_list_that_a_result_is_written_to_later(deep):
+    """Without a backward, a region lets go of the list once Python collects garbage: it may lead to the region now."""
+
+    def fn(x, held):
+        return x.sin().exp()
+
+    x, cache = ones(2, 4), torch.zeros(2, 4)
+    with no_collector():
+        seen = weakref.ref(cache)
+        cache.copy_(recompute(fn)(x, deep(cache)))
+        del cache
+        assert seen() is not None
+        assert gc.collect() == 0
+        assert seen() is None
+
+
 class Recurrent(nn.Module):
     """Holds its state in an attribute."""
 

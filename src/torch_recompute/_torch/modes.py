@@ -4,10 +4,10 @@ Each flag is a getter and the setter that takes what it returned. Which kernels 
 itself while it runs: the first attention on a Hopper GPU puts cuDNN at the head of the SDPA priority order.
 
 The precision of float32 has two interfaces over one state. The newer one (`torch.backends.fp32_precision`, and the
-same of cuda.matmul, cudnn.conv, mkldnn.matmul ...) is a tree: what is "none" takes after its parent, and all that can
+same of cuda.matmul, cudnn.conv, mkldnn.matmul ...) is a tree: what is "none" inherits from its parent, and all that can
 be read is the outcome. So it is written from the root down, only where the outcome differs, and "none" is tried first:
-then a branch that took after its parent does so again. The older one (`torch.set_float32_matmul_precision`,
-`torch.backends.cudnn.allow_tf32`) refuses to answer for a state that it has no word for. Then it is left out, and is
+then a branch that inherited from its parent does so again. The older one (`torch.set_float32_matmul_precision`,
+`torch.backends.cudnn.allow_tf32`) refuses to answer for a state that it cannot represent. Then it is left out, and is
 not asked again for that state, for its refusal takes 16 us.
 
 Invariants: nothing here raises or warns for a state that torch allows, and `set_flags(settings())` changes nothing.
@@ -152,7 +152,7 @@ _get_flags = [get for get, _ in _FLAGS]
 _get_older = [get for get, _ in _OLDER]
 _get_all = [*_get_flags, *_get_older]
 _tree = slice(len(_FLAGS) - len(_PRECISIONS), len(_FLAGS))
-_refused: dict[tuple[Any, ...], set[int]] = {}  # by state of the tree: who of the older interface has no word for it
+_refused: dict[tuple[Any, ...], set[int]] = {}  # by state of the tree: which of the older interface cannot represent it
 
 
 def _with_refusals() -> list[Any]:

@@ -12,7 +12,7 @@ from . import tree_flatten, tree_unflatten
 
 
 def wants_grad(tensor: torch.Tensor) -> bool:
-    """Whether operations on the tensor are recorded, as for a view that was made under `no_grad` of what requires grad.
+    """Whether the tensor requires grad, or is a view that was made under `no_grad` of one that does.
 
     A view whose base was changed under it, which can tell no more, counts as such a tensor.
     """
@@ -26,6 +26,14 @@ def _is_trained(tensor: torch.Tensor) -> bool:
     """Whether a leaf requires grad itself; a view that was made under `no_grad` does so for its base, and is a leaf."""
     base: Any = tensor._base if tensor._is_view() else None
     return tensor.is_leaf and tensor.requires_grad and (base is None or not base.requires_grad)
+
+
+def has_history(tensor: torch.Tensor) -> bool:
+    """Whether a graph hangs on the tensor or its base; a view whose base was changed under it counts as such."""
+    try:
+        return tensor.requires_grad and not _is_trained(tensor)
+    except RuntimeError:
+        return True
 
 
 def is_leaf_of_constant(tensor: torch.Tensor) -> bool:

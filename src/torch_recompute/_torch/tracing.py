@@ -2,7 +2,7 @@
 
 Dynamo traces `torch.utils.checkpoint` as a call of a subgraph. AOTAutograd runs it under the contexts that come with
 the call, which tag each operation: "save" or "recompute". The partitioner, which splits the joint graph into forward
-and backward, reads the tags. Calls nest, and the innermost says.
+and backward, reads the tags. Calls nest, and the innermost tag wins.
 
 Tags are not part of the key of AOTAutograd's cache, the `cache_hash` of the contexts is: two that tag differently need
 two hashes. A view in a saved call is never kept for itself, nor is a cast: both are made again from what they were made

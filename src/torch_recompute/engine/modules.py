@@ -219,20 +219,9 @@ class Modules:
     """
 
     __slots__ = (
-        *(
-            "_below",
-            "_beside",
-            "_dicts",
-            "_generators",
-            "_hooks",
-            "_late",
-            "_lent",
-            "_loose",
-            "_outer",
-            "_owners",
-            "_partial",
-        ),
-        *("_region", "_roots", "seen", "_taking", "_then", "_unchanged", "_versions", "weight_versions", "weights"),
+        *("_below", "_beside", "_dicts", "_generators", "_hooks", "_late", "_lent", "_loose", "_outer", "_owners"),
+        *("_partial", "_region", "_roots", "_taking", "_then", "_unchanged", "_versions"),
+        *("seen", "weight_versions", "weights"),
     )
 
     def __init__(self, taking: Taking, outer: Modules | None, generators: Generators | None = None) -> None:

@@ -431,7 +431,7 @@ def stored_call(store: Store, name: str, fn: Callable[..., Any], args: tuple[Any
         return kept[-1]
 
     kept: list[Kept] = []
-    thread.calls += 1  # what is put until the next one leaves together
+    thread.calls += 1  # what is put until the next one is one group of the store's
     _torch.push_hooks(_torch.see_through(pack), unpack)
     try:
         result = fn(*args, **kwargs)

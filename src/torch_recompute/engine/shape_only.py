@@ -9,7 +9,7 @@ it element by element is shape-only as well; what asks for its shape alone (`emp
 real answer.
 
 Any other operation on it needs values: a product, a reduction, autograd that saves it, `item()`. That raises
-`Read`, and the replay is run once more with the call repeated. So a wrong word costs time and is said, and never a
+`Read`, and the replay is run once more with the call repeated. So a wrong mark costs one replay and warns, and never a
 wrong gradient.
 
 Rejected: values computed when they are first read, which keeps all that they would be computed from alive, and has to

@@ -29,7 +29,7 @@ class Owner(Protocol):
     """The interface a slot needs from its region call."""
 
     name: str
-    transient: bool  # what is read is dropped, as far as the owner can say
+    transient: bool  # whether slots are emptied once they are read
     streams: tuple[Any, ...]  # those that the forward ran on; none where no accelerator is in use
 
     def rebuild(self, slot: Slot) -> torch.Tensor:
@@ -62,7 +62,7 @@ class Slot:
 
 
 KEPT: weakref.ref[Slot] = weakref.ref(Slot())
-"""The slot of a tensor that the graph holds itself. The reference is dead from the start."""
+"""Marks a tensor that the graph holds itself, in the order of slots: a reference to a slot that is gone."""
 
 
 class Stop(BaseException):

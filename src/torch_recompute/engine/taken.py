@@ -14,7 +14,8 @@ have emptied a list that was passed, replaced an element, set an attribute or re
 Objects are held weakly. A builtin container cannot be; it is held as it is, unless it holds a tensor with a history:
 its results may lead back to the region, and nothing collects a cycle through the graph. Then its entries alone are
 held, and wherever a replay would meet that container (an argument, a cell, an attribute) it meets one and the same
-other, with these entries.
+other, with these entries. A tensor may also come by a history later, by being changed in place; so each container is
+asked again before Python collects garbage.
 
 A cell that the function itself writes (`nonlocal`) is its own state and left alone. Looking calls no user code.
 
@@ -28,6 +29,7 @@ import collections
 import dis
 import enum
 import functools
+import gc
 import itertools
 import operator
 import types
@@ -40,7 +42,7 @@ from torch import nn
 
 from .. import _torch, errors
 from .._torch import is_parameter, storage_id, version_of
-from .._torch.tensors import apart, wants_grad
+from .._torch.tensors import apart, has_history, wants_grad
 from ..stores import Hooks, Kept, Store
 from .exchange import CONTAINERS, Exchange, alike, entries_of
 
@@ -85,7 +87,7 @@ class Memory:
         self._copy = tensor.detach().as_strided((size,), (1,), 0).clone()
 
     def open(self, exchange: Exchange, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor that lies in the copy as one does in the memory."""
+        """A tensor over the copy, with the sizes and strides that another has over the memory."""
         memory = exchange.tensors.get(id(self))
         if memory is None:
             memory = exchange.tensors[id(self)] = self._copy.clone()
@@ -189,7 +191,7 @@ class Box:
         label: What errors call it.
     """
 
-    __slots__ = ("_content", "_empty", "_id", "_kind", "_length", "_object", "_weak", "label")
+    __slots__ = ("__weakref__", "_content", "_empty", "_id", "_kind", "_length", "_object", "_weak", "label")
 
     def __init__(self, value: Any, label: Any) -> None:
         self.label, self._kind, self._id = label, type(value), id(value)
@@ -219,6 +221,8 @@ class Box:
             seen: set[int] = set()
             if any(_leads_on(one, seen) for one in (*_values(inside_of(self._object)), *_values(self._content))):
                 self._empty, self._object = _emptied(self._object), None
+            elif not TAKEN.isdisjoint(map(type, _values(self._content))):
+                _ASKED[id(self)] = weakref.ref(self, functools.partial(_forget, _ASKED, id(self)))
 
     def leads_on(self, seen: set[int]) -> bool:
         """Whether it may lead to a graph, or is not held itself."""
@@ -298,7 +302,7 @@ def _leads_on(value: Any, seen: set[int]) -> bool:
     if type(value) is Held:
         return value.with_history
     if isinstance(value, torch.Tensor):
-        return value.grad_fn is not None
+        return has_history(value)
     if isinstance(value, (Box, Node, tuple, *CONTAINERS)):
         if id(value) in seen:
             return False
@@ -310,6 +314,20 @@ def _leads_on(value: Any, seen: set[int]) -> bool:
         many = not isinstance(value, (Box, Node)) and len(value) > MANY
         return not many and any(_leads_on(one, seen) for one in _values(value))
     return False
+
+
+_ASKED: dict[int, weakref.ref[Box]] = {}
+"""The boxes that hold a container with tensors, which may come by a history."""
+
+
+def _ask_again(phase: str, info: dict[str, int]) -> None:
+    if phase == "start" and info["generation"]:
+        for box in [ref() for ref in [*_ASKED.values()]]:
+            if box is not None:
+                box.settle()
+
+
+gc.callbacks.append(_ask_again)
 
 
 def _emptied(value: Any) -> Any:
@@ -879,7 +897,7 @@ def labelled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, t
 
 def _forget(cache: dict[int, Any], key: int, ref: Any) -> None:
     found = cache.get(key)  # an argument, since the names of this module are gone when the interpreter ends
-    if found is not None and found[0] is ref:
+    if found is ref or (type(found) is tuple and found[0] is ref):
         del cache[key]
 
 

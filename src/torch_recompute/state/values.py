@@ -45,7 +45,7 @@ class CallRecord:
         children: The records of nested regions in order, each with the moment at which the region ended.
         not_needed: Set once no replay of the enclosing region gets as far as this one.
         live: For each tensor saved, and each nested region, whether the graph still held it when the forward ended;
-            noted only where there are values. What was dead is the work by which a value was found.
+            noted only where there are values. Dead entries only produced a value.
     """
 
     __slots__ = ("children", "live", "records", "not_needed", "values")
