@@ -362,10 +362,10 @@ class Kept(nn.Module):
 
 
 def state_of(module: Kept) -> list[Any]:
-    """What a module and its child hold: the objects, and what is in those that have entries."""
+    """What a module and its child hold: the objects, and, in order, what is in those that have entries."""
     held: list[Any] = []
     for one in module.modules():
-        held += [(name, id(value)) for name, value in vars(one).items()]
+        held.append({name: id(value) for name, value in vars(one).items()})  # an attribute's place says nothing
         held += [[(name, id(v)) for name, v in vars(one)[t].items()] for t in ("_parameters", "_buffers", "_modules")]
     entries: list[Any] = [module.listed, module.queue, module.names, module.options, vars(module.config)]
     return [*held, [[*one.items()] if isinstance(one, dict) else [*one] for one in entries]]

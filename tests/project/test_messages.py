@@ -17,6 +17,7 @@ import re
 import shutil
 import sys
 import tempfile
+import threading
 import traceback
 import types
 import warnings
@@ -833,6 +834,48 @@ def returns_something_else() -> None:
     y = odc.checkpoint(turns, vector()).sin()
     odc.discard_output_and_register_recompute(y)
     y.sum().backward()
+
+
+class Scaled(torch.nn.Module):
+    """Multiplies by an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.scale).exp().exp()
+
+
+def needs_what_another_thread_has_exchanged() -> None:
+    """A replay inside of one, which needs a module that a replay on another thread holds in the meantime."""
+    held, done = threading.Event(), threading.Event()
+    layer = Scaled()
+
+    def waits(x: torch.Tensor) -> torch.Tensor:
+        y = layer(x)
+        if doing_recompute():
+            held.set()
+            done.wait(20)
+        return y.exp()
+
+    def goes_back(x: torch.Tensor) -> torch.Tensor:
+        if doing_recompute():
+            inner[0].backward()
+        return x.exp().exp()
+
+    inner = [recompute(layer, name="inner")(vector()).sum()]
+    other = recompute(waits, name="other")(vector()).sum()
+    outer = recompute(goes_back, name="outer")(vector()).sum()
+    layer.scale = 3.0
+    thread = threading.Thread(target=other.backward)
+    thread.start()
+    try:
+        held.wait(20)
+        outer.backward()
+    finally:
+        done.set()
+        thread.join()
 
 
 def encoder() -> torch.nn.Module:
@@ -1740,6 +1783,8 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: simulates_wrapped(DistributedDataParallel),
     lambda: simulates_wrapped(functools.partial(FullyShardedDataParallel, device_id=torch.device("cpu"))),
     lambda: simulate(Pads(4, 4), (torch.ones(2, 512, 4),), loss=torch.sum),
+    # threads
+    needs_what_another_thread_has_exchanged,
     # --- ChangedError
     # a discarded output
     lambda: discards(lambda h: h.mul_(2).cos()),

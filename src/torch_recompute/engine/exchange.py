@@ -94,8 +94,8 @@ def _each_needs_the_others(region: str, mine: str, other: str) -> str:
     return (
         f"two threads replay regions that need the same objects. The replay of {region} must find an object of yours "
         f"(a module, a list, a context) as its forward found it, but the replay of {other} on another thread has put "
-        f"other contents into it. It cannot wait for that one, since the replay of {mine} on this thread holds an "
-        "object in the same way, for which the other thread may wait.\n"
+        f"other contents into it. It cannot wait for that one, since this thread is inside the replay of {mine}, for "
+        "which the other thread may be waiting.\n"
         "  Give each thread objects of its own (a copy of the module, one list per microbatch), or do not change them "
         "between a forward and its backward."
     )
@@ -198,7 +198,7 @@ class Exchange:
         return False
 
     def _differing(self) -> list[tuple[Any, Any, Any]]:
-        """What is not as it was; what another thread has put somewhere may be, and will not stay."""
+        """Returns what differs from the forward, and what another thread has exchanged and will put back."""
         return [one for one in self.wanted if not alike(one[1], one[2]) or self.is_busy(one[0])]
 
     def leave(self) -> None:
