@@ -39,11 +39,12 @@ import torch
 from . import errors
 from ._torch import ambient_hooks, tracing
 from ._torch.modes import dual_level, transform_level, transforming
-from .engine.region_call import NEVER, Options, RegionCall, Replay, hand_over, mark_not_needed
-from .engine.saved_call import SavedCall, call_again, record_call, stored_call, tensors_of
+from .engine.region_call import Options, Recording, RegionCall, Replay
+from .engine.saved_call import SavedCall, Then, call_again, record_call, stored_call, tensors_of
 from .state import DEFAULT, Ambient
 from .state.observer import Observer, Running, here, observing
-from .state.values import Run, kept_in_graph, name_of, named_as, thread
+from .state.tape import Run, Tape, inside, thread
+from .state.values import kept_in_graph, name_of, named_as
 from .stores import OnDevice, Store
 
 P = ParamSpec("P")
@@ -81,19 +82,12 @@ def _without_grad(name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwar
     """A region called under `no_grad` inside another: the plain call, with values and records of its own."""
     outer: Any = thread.run
     outer.event()
-    run = Run(name, outer.ambients)
-    if outer.replaying:
-        run.read(outer.next_child())
-    entered = outer.key()
-    thread.run = run
-    try:
+    tape = Tape()
+    tape.reach = -1  # it has no replays of its own
+    run = Run(name, tape, outer.ambients)
+    run.follow(outer.enter(tape))
+    with inside(run):
         return fn(*args, **kwargs)
-    finally:
-        thread.run = outer
-        if not outer.replaying:  # also after an error, which the function around may catch
-            if run.record is not None:
-                mark_not_needed(run.record, NEVER)
-            hand_over(run.record, outer, None, entered)
 
 
 def _not_an_ambient(value: object) -> str:
@@ -123,10 +117,10 @@ def recompute(
 
         y = recompute(block)(x, mask=mask)
 
-    Gradients are those of the plain call. `fn` may take and return anything; it runs once in forward and at most once
-    per backward call. Without grad, and in inference mode, it is the plain call. Inside `torch.compile` it is traced:
-    the compiled step keeps and repeats the same, without a graph break. Wrapping takes no time to speak of; doing it
-    again on every call is fine.
+    Gradients are those of the plain call. `fn` may take and return anything; it runs once in forward and once in a
+    backward call that needs it (twice where a saved call was marked wrongly, see `no_recompute`). Without grad, and in
+    inference mode, it is the plain call. Inside `torch.compile` it is traced: the compiled step keeps and repeats the
+    same, without a graph break. Wrapping takes no time to speak of; doing it again on every call is fine.
 
     Args:
         fn: A function, bound method or module. It must do the same work when it is called again with the same
@@ -409,8 +403,8 @@ def keep(
         return fn(*args, **kwargs)
     if now.replaying:
         return _pass_by(now, name, fn, args, kwargs)
-    region_call = now if isinstance(now, RegionCall) else None
-    return record_call(now, region_call, store, name, values_unused, pure, fn, args, kwargs)
+    scope = now if isinstance(now, Recording) else None
+    return record_call(now, scope, store, name, values_unused, pure, fn, args, kwargs)
 
 
 def _not_kept_in_hooks(name: str, region: str) -> str:
@@ -442,16 +436,17 @@ def _not_stored_under_a_transform(name: str) -> str:
 
 
 def _pass_by(run: Run, name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    record: SavedCall = run.next_record(SavedCall, name)
+    record = run.read(SavedCall, name)
     inputs = tensors_of(fn, args, kwargs)
     record.check(run.name, inputs)
     if isinstance(run, Replay):
         run.saved_call(record, inputs)
-    if record.repeated:
+    if record.then in (Then.REPEATS, Then.REFILLS):
         return record.again(run, fn, args, kwargs)
-    again = functools.partial(call_again, run, name, fn, args, kwargs) if record.read else None
+    makes_again = record.then is Then.MAKES_AGAIN
+    again = functools.partial(call_again, run, name, fn, args, kwargs) if makes_again else None
     result = record.result(run.name, inputs, again)
-    if isinstance(run, RegionCall):
+    if isinstance(run, Recording):
         run.alias(record)
     return result
 

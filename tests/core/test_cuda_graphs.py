@@ -34,6 +34,7 @@ from torch_recompute.engine import mismatch
 from torch_recompute.plan import observe
 from torch_recompute.state import values
 from torch_recompute.state.observer import Running
+from torch_recompute.state.tape import Tape
 from torch_recompute.stores import host
 
 
@@ -278,7 +279,7 @@ def test_a_captured_replay_is_not_timed(acted: Acted, monkeypatch: pytest.Monkey
     figures = observe.Figures()
     monkeypatch.setattr(observe, "stamp", lambda: pytest.fail("timed"))
     acted.begin()
-    with figures.around(Running("replay", "", SimpleNamespace(record=None))):
+    with figures.around(Running("replay", "", SimpleNamespace(tape=Tape()))):
         pass
     assert figures.replays == 0
 

@@ -24,14 +24,14 @@ from torch_recompute import Choice, Plan, _torch, apply, recompute
 from torch_recompute._torch import devices, modes
 
 FOLDER = os.path.dirname(torch_recompute.__file__)
-HOOKS = 71  # 24 tensors saved in forward, 23 until the replay ends, 24 read
+HOOKS = 71  # 24 tensors saved in forward, 23 until the replay ends, 24 read; 15 slots are filled
 DEVICES = 0 if devices.ACCELERATOR is None else 13  # a build of torch for a device, whose generators are asked for
-CALLS, KINDS = 120 + DEVICES, 51 + DEVICES
-SMALL, ORDINARY = 58 + DEVICES, 59 + DEVICES
+CALLS, KINDS = 143 + DEVICES, 58 + DEVICES
+SMALL, ORDINARY = 70 + DEVICES, 65 + DEVICES
 KEPT = (
-    364 + DEVICES
+    379 + DEVICES
 )  # of which 33 show a function to the mode that finds products and attention, and 2 hold what is stored
-NORMS = 264 + DEVICES  # of which 27 tensors go through three hooks each, and 18 memories are told apart
+NORMS = 338 + DEVICES  # of which 27 tensors go through three hooks each, and 38 memories are told apart
 SEEN = _torch.version_of_dict is getattr(torch._C._dynamo.guards, "dict_version", None)
 READ = 0 if SEEN else 10  # where torch does not see attributes that are set, as on Python 3.13, modules are read
 
@@ -109,7 +109,7 @@ def test_an_ordinary_region() -> None:
     region, x = recompute(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))), torch.randn(8, 8, requires_grad=True)
     found = calls(lambda: region(x))
     assert found.total() <= ORDINARY + READ, found
-    assert len({name.partition(":")[0] for name in found}) <= 11, found
+    assert len({name.partition(":")[0] for name in found}) <= 10, found
 
 
 def test_a_small_function() -> None:

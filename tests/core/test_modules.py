@@ -25,7 +25,7 @@ from torch_recompute import ChangedError, doing_recompute, no_recompute, recompu
 from torch_recompute.engine import modules as scans
 from torch_recompute.engine.modules import Modules, Watching
 from torch_recompute.engine.taken import Taking
-from torch_recompute.state.values import thread
+from torch_recompute.state.tape import thread
 
 HOOKS: dict[Any, Any] = module_calls._global_forward_pre_hooks
 

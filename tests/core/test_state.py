@@ -23,7 +23,7 @@ from laws.watch import vector
 from torch_recompute import ChangedError, _torch, no_recompute, recompute
 from torch_recompute import state as states
 from torch_recompute._torch import devices
-from torch_recompute.engine import generators, taken
+from torch_recompute.engine import guards, taken
 from torch_recompute.state import Ambient, CpuRng, DeviceRng, GeneratorRng, NumpyRng, PythonRng, TensorState
 
 
@@ -186,7 +186,7 @@ def test_state_is_put_back_after_an_error(make: Any) -> None:
 def test_what_was_not_used_is_not_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     """No generator is set in a replay whose forward drew nothing; one is where it did."""
     restored: list[Any] = []
-    monkeypatch.setattr(generators, "_set_cpu_state", restored.append)
+    monkeypatch.setattr(guards, "_set_cpu_state", restored.append)
     recompute(lambda x: x.sin().exp())(vector()).sum().backward()
     assert not restored
     recompute(lambda x: torch.dropout(x.sin(), 0.5, True).exp())(vector()).sum().backward()

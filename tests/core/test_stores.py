@@ -20,7 +20,7 @@ from laws.table import for_each
 from laws.watch import equal, no_collector, on_threads
 from support.training import gradients
 from torch_recompute import ChangedError, Store, StoreError, no_recompute, recompute
-from torch_recompute.stores import Hooks, Kept, disk
+from torch_recompute.stores import Hooks, Stored, disk
 
 
 @pytest.fixture(params=KINDS, ids=lambda kind: kind.name)
@@ -74,7 +74,7 @@ def test_kept_restores_requires_grad(kind: Kind, grad: bool) -> None:
     """A tensor opened again is a leaf that requires grad exactly if the one put did."""
     tensor = torch.arange(3.0).requires_grad_(grad)
     tensor = tensor.exp() if grad else tensor
-    opened = Kept(kind.make(), tensor, "layer 3").open()
+    opened = Stored(kind.make(), tensor, "layer 3").open()
     assert opened.requires_grad is grad
     assert opened.is_leaf
 

@@ -599,7 +599,10 @@ class Function:
 
     def open(self) -> Any:
         """The function for a replay."""
-        return open_(self._taken, Exchange("block"))
+        exchange = Exchange("block")
+        opened = open_(self._taken, exchange)
+        exchange.enter()
+        return opened
 
 
 def test_the_function_comes_back() -> None:

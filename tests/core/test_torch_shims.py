@@ -463,6 +463,7 @@ EMPTIED.untyped_storage().resize_(0)
 each("is_emptied", [False, True, False], torch.ones(3), EMPTIED, torch.eye(2).to_sparse())
 row("same_bytes", [True, False, False], lambda t: [t.same_bytes(STATE, x) for x in (STATE.clone(), OTHER, STATE[:-1])])
 row("same_bytes", True, lambda t: t._differ(STATE.data_ptr(), OTHER.data_ptr(), 5056))  # Windows has memcmp elsewhere
+row("bytes_of write_bytes", True, lambda t: torch.equal(t.write_bytes(OTHER.clone(), t.bytes_of(STATE)), STATE))
 # Containers are what pytrees take apart, and nothing else.
 each("is_container", [True] * 5, (1,), [], {}, OrderedDict(), Pair(1, 2))
 each("node_of", [None] * 3, torch.ones(1), "text", {1})
@@ -514,16 +515,16 @@ def versions_do_not_rise(t: Any) -> Any:
     return kept, [tensor.tolist(), other.tolist()], tensor.requires_grad, tensor.add_(1)._version
 
 
-@row("storages.versions_of storages.set_versions", ([0], 0))
+@row("tensors.versions_of tensors.set_versions", ([0], 0))
 def versions_are_put_back(t: Any) -> Any:
     """A tensor whose contents were put back is of the version that it had, so what a graph saved of it is valid."""
     weight, buffer = vector(), torch.ones(3)
     with torch.inference_mode():
         uncounted = torch.ones(3)
     loss = (weight * buffer).sum()
-    found = t.storages.versions_of([buffer, uncounted])
+    found = t.tensors.versions_of([buffer, uncounted])
     buffer.add_(1).sub_(1)
-    t.storages.set_versions(found)
+    t.tensors.set_versions(found)
     loss.backward()
     return [version for _, version in found], buffer._version
 

@@ -24,7 +24,8 @@ from torch_recompute import (
     replay,
     save_for_recompute,
 )
-from torch_recompute.engine.backward_task import this_task
+from torch_recompute.engine.exchange import Exchange
+from torch_recompute.engine.slots import this_task
 
 places = for_each(placement=PLACEMENTS)
 ORDERS = {"first in first out": (0, 1, 2, 3), "last in first out": (3, 2, 1, 0), "mixed": (2, 0, 3, 1)}
@@ -93,7 +94,7 @@ def test_backward_in_several_threads_at_once(name, placement):
 
 @pytest.mark.parametrize("where", [PLAIN, NAMES["saved everything"]], ids=lambda placement: placement.name)
 def test_backward_while_another_thread_replays_with_other_buffers(where):
-    """While a replay is lent copies of a module's buffers, a backward on another thread does not find them changed."""
+    """While a replay has put other values into a module's buffers, a backward on another thread is right."""
     norm, got = nn.BatchNorm1d(3), []
     x = torch.randn(4, 3, requires_grad=True)
 
@@ -327,3 +328,65 @@ def test_a_replay_that_changes_nothing_is_not_disturbed():
 
     in_threads([lambda i=i: backward_of(i) for i in range(2)])
     assert all(map(torch.equal, got, wanted))
+
+
+def test_a_replay_that_ends_while_another_one_decides_to_wait_wakes_it(monkeypatch):
+    """Between the look that finds an object in use and the wait for it, the replay that uses it may end."""
+    inside, go, owns = threading.Event(), threading.Event(), Exchange._owns
+
+    def between():
+        if doing_recompute() and not inside.is_set():
+            inside.set()
+            go.wait(10)
+
+    def looks(self, wanted):
+        found = owns(self, wanted)
+        if not found:
+            go.set()
+            ending.join(0.3)  # as long as it may take the other thread to end, unless it has to wait for this one
+        return found
+
+    layer, losses = Scaled(between), []
+    for scale in (2.0, 3.0):
+        layer.scale = scale
+        losses.append(recompute(layer)(torch.ones(2, 3, requires_grad=True)).sum())
+    layer.scale = 1.0
+    monkeypatch.setattr(Exchange, "_owns", looks)
+    ending, waiting = (threading.Thread(target=loss.backward, daemon=True) for loss in losses)
+    ending.start()
+    inside.wait(10)
+    waiting.start()
+    waiting.join(10)
+    assert not waiting.is_alive()
+
+
+def test_threads_that_begin_to_draw_while_others_are_counted(monkeypatch):
+    """A replay that draws asks which other threads do; one more may begin to at that moment."""
+    region, alive, began = recompute(nn.Dropout(0.5)), threading.Thread.is_alive, []
+    drawn, done = threading.Barrier(3), threading.Event()
+
+    def step():
+        x = torch.ones(4, requires_grad=True)
+        region(x.exp()).sum().backward()
+
+    def stays():
+        step()
+        drawn.wait(10)
+        done.wait(10)
+
+    def is_alive(self):
+        if len(began) < 3:
+            began.append(self)
+            in_threads([step])
+        return alive(self)
+
+    threads = [threading.Thread(target=stays) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    drawn.wait(10)
+    monkeypatch.setattr(threading.Thread, "is_alive", is_alive)
+    try:
+        step()
+    finally:
+        done.set()
+    assert began

@@ -471,6 +471,216 @@ def a_gradient_of_the_input_and_then_a_step(wrap):
     return [first, x.grad, *(p.grad for p in layers.parameters())]
 
 
+# --- a memory that has two names --------------------------------------------------------------------------------------
+
+
+class WritesTo(nn.Module):
+    """A layer that writes to a tensor which another one reads; `register` says as what each holds it."""
+
+    def __init__(self, register, held):
+        super().__init__()
+        register(self, held)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.held.copy_(1 + x.abs().mean())
+        return x.sin()
+
+
+class ReadsBack(WritesTo):
+    """A layer that reads it."""
+
+    def forward(self, x):
+        return (x / self.held.clone().mean()).sin().exp()
+
+
+def as_buffer(module, held):
+    module.register_buffer("held", held)
+
+
+def as_attribute(module, held):
+    module.held = held
+
+
+SCALE = torch.ones(())
+
+
+def through_a_global(x):
+    return (x * SCALE.clone()).sin().exp()
+
+
+def a_closure_and(register):
+    def make():
+        layer = ReadsBack(register, torch.ones(()))
+        held = layer.held
+
+        def block(x):
+            with torch.no_grad():
+                held.copy_(1 + x.abs().mean())
+            return layer(x)
+
+        return block, held
+
+    return make
+
+
+def a_closure_and_an_object():
+    held = torch.ones(())
+    context = SimpleNamespace(scale=held)
+
+    def block(x):
+        held.copy_(1 + x.detach().abs().mean())
+        return (x * context.scale.clone()).sin().exp()
+
+    return block, held
+
+
+class HasHelper:
+    """An object whose helper holds a tensor of its own."""
+
+    def __init__(self):
+        self.scale = torch.ones(())
+        self.helper = SimpleNamespace(scale=self.scale)
+
+    def run(self, x):
+        self.scale.copy_(1 + x.detach().abs().mean())
+        return (x * self.helper.scale.clone()).sin().exp()
+
+
+def a_method_and_its_helper():
+    owner = HasHelper()
+    return owner.run, owner.scale
+
+
+def a_partial_and_a_global():
+    def block(x, held):
+        held.copy_(1 + x.detach().abs().mean())
+        return through_a_global(x)
+
+    global SCALE
+    SCALE = torch.ones(())
+    return functools.partial(block, held=SCALE), SCALE
+
+
+def two_layers(first, second, size=(), view=None):
+    def make():
+        held = torch.ones(size)
+        return nn.Sequential(WritesTo(first, held), ReadsBack(second, held if view is None else held[view])), held
+
+    return make
+
+
+ALIASES = {
+    "two buffers": two_layers(as_buffer, as_buffer),
+    "a buffer and an attribute": two_layers(as_buffer, as_attribute),
+    "two attributes": two_layers(as_attribute, as_attribute),
+    "two large attributes": two_layers(as_attribute, as_attribute, 40_000),
+    "a large attribute and a buffer": two_layers(as_attribute, as_buffer, 40_000),
+    "a buffer and a view of it": two_layers(as_buffer, as_buffer, (4, 3), 1),
+    "a buffer and an attribute that is a view of it": two_layers(as_buffer, as_attribute, (4, 3), 1),
+    "a closure and a buffer": a_closure_and(as_buffer),
+    "a closure and an attribute": a_closure_and(as_attribute),
+    "a closure and an object": a_closure_and_an_object,
+    "a method and its helper": a_method_and_its_helper,
+    "a partial and a global": a_partial_and_a_global,
+}
+
+
+def microbatches(make):
+    """Two forwards that each write to the memory, and then their backwards."""
+
+    def run(wrap):
+        block, held = make()
+        call, xs = wrap(block), [rand(2, 3), rand(2, 3)]
+        ys = [call(x).sum() for x in xs]
+        for y in ys:
+            y.backward()
+        return [*(x.grad for x in xs), held.clone(), held._version]
+
+    return run
+
+
+STEPS.update({f"one memory: {name}": microbatches(make) for name, make in ALIASES.items()})
+
+
+@step
+def an_argument_that_is_a_global(wrap):
+    x = rand(2, 3)
+    wrap(lambda x, scale: ((x * scale).sin() if scale is UNIT else x.cos()).exp())(x, UNIT).sum().backward()
+    return [x.grad]
+
+
+UNIT = torch.full((3,), 2.0)
+
+
+@step
+def a_closure_variable_that_is_an_attribute(wrap):
+    x, unit = rand(2, 3), torch.full((3,), 2.0)
+    context = SimpleNamespace(unit=unit)
+    wrap(lambda x: ((x * unit).sin() if unit is context.unit else x.cos()).exp())(x).sum().backward()
+    return [x.grad]
+
+
+# --- what is put back before the forward ends -------------------------------------------------------------------------
+
+
+def drawing(draw):
+    def run(wrap):
+        x = rand(8)
+        y = wrap(lambda x: (x.sin() * draw()).exp().sin())(x).sum()
+        torch.rand(3)  # as data, or a layer that is no region, draws before backward
+        y.backward()
+        return [x.grad, torch.rand(1)]
+
+    return run
+
+
+def forked():
+    with torch.random.fork_rng(devices=[]):
+        return torch.rand(8)
+
+
+def put_back(generator):
+    def draw():
+        state = generator.get_state()
+        drawn = torch.rand(8, generator=generator)
+        generator.set_state(state)
+        return drawn
+
+    return draw
+
+
+STEPS["draws in fork_rng"] = drawing(forked)
+STEPS["draws after a seed, and puts the state back"] = drawing(put_back(torch.default_generator))
+STEPS["draws from its own generator, and puts the state back"] = drawing(put_back(torch.Generator().manual_seed(3)))
+
+
+def written_cell(by_hook):
+    def run(wrap):
+        layer, x, scale = nn.Linear(4, 4), rand(2, 4), 1.0
+
+        def write(*given):
+            nonlocal scale
+            scale = 1 + given[-1].detach().abs().mean().item()
+
+        def block(x):
+            y = layer(x)
+            if not by_hook:
+                write(y)
+            return (y * scale).sin().exp()
+
+        if by_hook:
+            layer.register_forward_hook(write)
+        wrap(block)(x).sum().backward()
+        return [x.grad, scale]
+
+    return run
+
+
+STEPS["a cell that a hook writes"] = written_cell(True)
+STEPS["a cell that another function writes"] = written_cell(False)
+
+
 # --- the law ----------------------------------------------------------------------------------------------------------
 
 

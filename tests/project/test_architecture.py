@@ -59,10 +59,10 @@ LATE = {"numpy": LEAN, "yaml": {"plan"}, "psutil": {"memory"}}
 CORE = (
     *("errors/__init__", "state/observer"),
     *("_torch/__init__", "_torch/tensors", "_torch/devices", "_torch/modes", "_torch/tracing"),
-    *("state/__init__", "state/own_generators", "state/values", "stores/__init__", "stores/store"),
-    *("engine/__init__", "engine/exchange", "engine/taken", "engine/generators", "engine/modules", "engine/guards"),
-    *("engine/slots", "engine/backward_task", "engine/region_call"),
-    *("engine/views", "engine/shape_only", "engine/saved_call"),
+    *("state/__init__", "state/tape", "state/values", "stores/__init__", "stores/store"),
+    *("engine/__init__", "engine/exchange", "engine/taken", "engine/modules", "engine/guards"),
+    *("engine/slots", "engine/region_call"),
+    *("engine/views", "engine/saved_call"),
     *("region", "__init__"),
 )
 # The files of `plan` that look at a model. The others plan on plain data, without torch.

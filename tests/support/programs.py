@@ -37,7 +37,7 @@ from torch.utils import _pytree
 from torch.utils.checkpoint import GraphExecGroup
 
 import torch_recompute as tr
-from torch_recompute.state.values import thread
+from torch_recompute.state.tape import thread
 
 FLOATS = ("float32", "float64")
 MOST_NUMBERS = 24  # in one tensor

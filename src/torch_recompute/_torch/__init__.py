@@ -195,6 +195,17 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return size == b.numel() and not _compare(a.data_ptr(), b.data_ptr(), size)
 
 
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """The contents of a contiguous CPU tensor of bytes, outside of PyTorch's memory."""
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel())
+
+
+def write_bytes(tensor: torch.Tensor, content: bytes) -> torch.Tensor:
+    """Writes bytes into a contiguous CPU tensor of as many, and returns it."""
+    ctypes.memmove(tensor.data_ptr(), content, tensor.numel())
+    return tensor
+
+
 def _clone_each(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
     into = [*map(torch.empty_like, tensors)]
     torch._foreach_copy_(into, tensors)
@@ -236,7 +247,7 @@ def _dict_version() -> Callable[[dict[Any, Any]], int]:
 
 
 version_of_dict: Callable[[dict[Any, Any]], int] = _dict_version()
-"""A number that is another one after each change of a dictionary; where torch has none, after each call, too."""
+"""The version of a dictionary, which changes when that does; where torch has none, a new number at each call."""
 
 
 def is_operator(func: object) -> bool:

@@ -17,20 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 _C: Any = torch._C
-_set_versions: Any = _C._autograd._unsafe_set_version_counter
 _revive: Any = getattr(torch.UntypedStorage, "_new_with_weak_ptr", None)
-
-
-def versions_of(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
-    """Pairs each tensor that counts changes in place with the number that it has seen."""
-    return [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
-
-
-def set_versions(versions: list[tuple[torch.Tensor, int]]) -> None:
-    """Gives tensors their former versions, so that graphs that have saved them remain valid."""
-    changed = [(tensor, then) for tensor, then in versions if tensor._version != then]
-    if changed:
-        _set_versions(*map(tuple, zip(*changed, strict=True)))
 
 
 def uses(args: tuple[Any, ...]) -> tuple[int, ...]:

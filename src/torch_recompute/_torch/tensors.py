@@ -1,14 +1,30 @@
 """Facts of one tensor: whether it records, what two runs must agree on, how its elements are laid out."""
 
+# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from . import tree_flatten, tree_unflatten
+
+_C: Any = torch._C
+_set_versions: Any = _C._autograd._unsafe_set_version_counter
+
+
+def versions_of(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
+    """Pairs each tensor that counts changes in place with the number that it has seen."""
+    return [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
+
+
+def set_versions(versions: list[tuple[torch.Tensor, int]]) -> None:
+    """Gives tensors their former versions, so that graphs that have saved them remain valid."""
+    changed = [(tensor, then) for tensor, then in versions if tensor._version != then]
+    if changed:
+        _set_versions(*map(tuple, zip(*changed, strict=True)))
 
 
 def wants_grad(tensor: torch.Tensor) -> bool:

@@ -17,7 +17,7 @@ from .._torch import tracing
 from ..plan.calls import COLLECTIVES, KeepCollectives
 from ..plan.choice import Target
 from ..plan.traced import collectives_saved
-from ..state.values import thread
+from ..state.tape import thread
 
 P = ParamSpec("P")
 R = TypeVar("R")

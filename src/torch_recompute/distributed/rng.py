@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from .. import _torch, errors
 from .._torch.devices import capturing
-from ..state.values import thread
+from ..state.tape import Entry, thread
 
 DEFAULT, MODEL_PARALLEL, EXPERT = "default", "model-parallel", "expert"
 _cpu = torch.default_generator
@@ -61,7 +61,7 @@ def _load(state: _State) -> None:
 
 
 @dataclass
-class _Fork:
+class _Fork(Entry):
     """The record of a fork inside a region.
 
     Attributes:
@@ -167,12 +167,12 @@ class RngStreams:
                 "graph knows: graph.register_generator_state(generator), then torch.rand(..., generator=generator)."
             )
         if run is not None and run.replaying:
-            with _again(run.next_record(_Fork, label)):
+            with _again(run.read(_Fork, label)):
                 yield
             return
         record = _Fork(label, None if name == self._current else self._states[name])
         if run is not None:
-            run.writing().records.append(record)
+            run.write(record)
         if record.state is None:
             yield
             return

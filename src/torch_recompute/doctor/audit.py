@@ -26,8 +26,8 @@ from .. import _torch, errors
 from .._torch.compiler import uncompiled
 from .._torch.tensors import each_once
 from ..engine.exchange import Exchange
-from ..engine.region_call import RegionCall, Replay, calls_in
-from ..engine.saved_call import SavedCall
+from ..engine.region_call import Phase, RegionCall, Replay
+from ..engine.saved_call import ENDINGS, SavedCall, Then
 from ..engine.slots import Packed, Stop, unpack
 from ..errors.text import at_work, counted, grouped, paragraph, shown, starred_path, table, times
 from ..memory.batch import Batch, call_of
@@ -36,7 +36,7 @@ from ..memory.reach import Reach
 from ..memory.saved import short_line
 from ..plan import Choice, Plan, apply
 from ..state import TensorState
-from ..state.values import CallRecord, thread
+from ..state.tape import Tape, inside
 from .compare import ModelCall, SideEffects, sample_of
 from .recorder import NamedSyncs, RecordedOp, Recorder, RegionRun, Written
 
@@ -236,7 +236,7 @@ def _audit(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
     def run() -> Audit:  # all of it in one run of the recorder: the modes around second runs are those of the forward
         result = model(*args, **kwargs)  # alive to the end: its graph is what backward would replay
-        firsts = [first for first in recorder.runs.values() if first.call.replays]
+        firsts = [first for first in recorder.runs.values() if first.call.phase is Phase.REBUILDS]
         rows = _Rows(call.modules)
         for first in reversed(firsts):
 
@@ -275,16 +275,14 @@ class _FullReplay(Replay):
 
     __slots__ = ("stopped",)
 
-    def __init__(self, call: RegionCall) -> None:
-        super().__init__(call, ())
-        self._stop, self._last = None, -1
+    def __init__(self, call: RegionCall, exchange: Exchange) -> None:
+        super().__init__(call, exchange)
+        self._end = -1
         self.stopped = False
 
     def go(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Runs the function under hooks that only count; saved calls that keep no output are run again."""
-        unread = list(_unread(self.record))
-        for record in unread:
-            record.read = True
+        unread = [one for one in self.tape.all_calls(SavedCall) if one.values_unused and one.make_again()]
         _torch.push_hooks(self.pack, unpack)
         try:
             fn(*args, **kwargs)
@@ -294,38 +292,26 @@ class _FullReplay(Replay):
             self.stopped = True
         finally:
             _torch.pop_hooks()
-            for record in unread:
-                record.read = False
-
-    def event(self) -> None:
-        """Does nothing: no slot is filled, so none is the last."""
+            for one in unread:
+                one.take_stored()
 
     @_torch.see_through
     def pack(self, tensor: torch.Tensor, finished: bool = False) -> Packed:
         """Counts the tensor."""
-        self.filled += 1
+        self.write(tensor)
         return tensor.detach()
 
     def saved_call(self, record: SavedCall, inputs: Sequence[torch.Tensor]) -> None:
         """Ends where the output has been dropped."""
-        if not record.finished or record.dropped:
+        if record.then in ENDINGS:
             raise Stop(self)
 
-    def next_child(self) -> CallRecord | None:
-        """Returns the record of the next nested region; ends where outputs of saved calls in it have been dropped."""
-        child = super().next_child()
-        if child is not None and child.not_needed and _has_dropped(child):
+    def enter(self, tape: Tape) -> Tape | None:
+        """Returns what the next nested region left; ends where outputs of saved calls in it have been dropped."""
+        left = super().enter(tape)
+        if left is not None and any(call.then is Then.ENDS for call in left.all_calls(SavedCall)):
             raise Stop(self)
-        return child
-
-
-def _unread(record: CallRecord | None) -> Iterator[SavedCall]:
-    """Returns the saved calls whose outputs are shape-only tensors in a replay, those of nested regions included."""
-    return (call for call in calls_in(record) if call.values_unused and not call.read)
-
-
-def _has_dropped(record: CallRecord) -> bool:
-    return any(call.dropped for call in calls_in(record))
+        return left
 
 
 class SecondRun(RegionRun):
@@ -359,7 +345,7 @@ def run_again(
         before = {key: (one, one.storage.clone()) for key, one in first.written.items()}
         reached = Reach(fn).beside_parameters(grad=False)
         second.names = {id(storage): seen.label() for seen in reached for _, storage in storages(seen.tensor)}
-        effects, run = around(fn), _FullReplay(call)
+        effects, run = around(fn), _FullReplay(call, exchange)
 
         def go() -> None:
             contexts = call._contexts or contextlib.nullcontext()  # pyright: ignore[reportPrivateUsage]
@@ -367,7 +353,7 @@ def run_again(
                 run.go(fn, args, kwargs)
 
         try:
-            with _replaying(run), _disturbed(tensors, noise):
+            with inside(run), torch.enable_grad(), _disturbed(tensors, noise):
                 call.world.run(exchange, go)
         except Exception as error:
             second.error = error.with_traceback(None)
@@ -408,19 +394,6 @@ def _inputs_again(
     differ = any(then is not None and now is not None and not then.same(now) for then, now in samples)
     second.inputs_differ = second.changed is not None or differ
     return fn, args, kwargs, exchange, [*given, *exchange.tensors.values()]
-
-
-@contextlib.contextmanager
-def _replaying(run: Replay) -> Generator[None]:
-    """Makes `run` the running replay of this thread, with gradients on, for the time being."""
-    grad, outer = torch.is_grad_enabled(), thread.run
-    _torch.set_grad_enabled(True)
-    thread.run = run
-    try:
-        yield
-    finally:
-        thread.run = outer
-        _torch.set_grad_enabled(grad)
 
 
 @contextlib.contextmanager
@@ -599,7 +572,7 @@ class _Rows:
             self.put(AuditRow(kind, name, "", "", "", detail, advice), inner)
 
         for key, written in {**second.written, **first.written}.items():
-            if (written.argument and not _is_lent(first.call, written)) or key in second.rewritten:
+            if (written.argument and not _is_put_back(first.call, written)) or key in second.rewritten:
                 label = second.names.get(key, "a tensor from outside of the region")
                 advice = _TENSOR
                 if key in self._names:
@@ -627,11 +600,10 @@ class _Rows:
             whole("fails", f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", FAILS)
 
     def _compare(self, first: RegionRun, second: SecondRun) -> None:
-        record = first.call.record
         asks = any(_ASKING.intersection(code.co_names) for code, _ in first.scopes.values())
         selective = first.call._contexts is not None  # pyright: ignore[reportPrivateUsage]
         shorter = second.error is not None or second.ended_early or asks or selective
-        shorter |= record is not None and bool(record.values)
+        shorter |= bool(first.call.tape.values)
         found = first_divergence(first.ops, second.ops, shorter)
         writing = [written.op for key, written in first.written.items() if key in second.rewritten]
         if found is not None and found.op not in writing:  # else its output is what it should not write to
@@ -668,6 +640,6 @@ def _against(found: Divergence, second: SecondRun) -> str:
     return {"operation": _BRANCH, "shape": _SHAPE}.get(found.what, _VALUE)
 
 
-def _is_lent(call: RegionCall, written: Written) -> bool:
-    """Whether a storage is that of a buffer of which replays are lent copies."""
-    return call.modules is not None and written.is_among(call.modules.lent())
+def _is_put_back(call: RegionCall, written: Written) -> bool:
+    """Whether a storage is that of a buffer whose values replays put back."""
+    return call.world.modules is not None and written.is_among(call.world.modules.put_back())

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from .. import _torch
 from .._torch import TorchDispatchMode
 from .._torch.fakes import traced
-from ..engine.region_call import RegionCall
+from ..engine.region_call import Recording, RegionCall
 from ..engine.taken import labelled
 from ..engine.tiles import PLUMBING
 from ..memory.ledger import leaves, storages
@@ -39,8 +39,8 @@ _ROOT = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _ENGINE = frozenset(
     f"{_ROOT}{name}.py"
     for name in (
-        *("engine/saved_call", "engine/generators", "engine/slots", "engine/region_call", "engine/mismatch"),
-        *("engine/discard", "engine/taken", "engine/exchange", "engine/modules", "engine/guards", "state/values"),
+        *("state/tape", "engine/saved_call", "engine/guards", "engine/slots", "engine/region_call", "engine/mismatch"),
+        *("engine/discard", "engine/taken", "engine/exchange", "engine/modules", "state/values"),
         "state/__init__",
     )
 )
@@ -326,7 +326,7 @@ class _CodePlace(NamedTuple):
             if code is Recorder.run.__code__:
                 break
             kind = kind_of(code.co_filename)
-            if code is RegionCall.forward.__code__ or (again is not None and code is again[0]):
+            if code is Recording.run.__code__ or (again is not None and code is again[0]):
                 engine, near = False, line or fallback if near is None else near
                 if again is not None and code is again[0]:
                     line = line or fallback or again[1].line

@@ -35,7 +35,7 @@ from .. import _torch
 from .._torch.checkpoints import checkpoints_run_by, forward_with_grad, functions_run_by
 from .._torch.graphs import function_of
 from ..compat.torch_utils import checkpoint
-from ..engine.region_call import RegionCall
+from ..engine.region_call import Recording, RegionCall
 from ..errors.text import grouped, starred_path
 from ..memory.budget import Limit, bytes_meant
 from ..memory.ledger import CountedOnce
@@ -50,7 +50,8 @@ from ..planner.planner import Planner
 from ..simulation import Simulation, after_others, simulate_step
 from ..simulation.training_step import TrainingStep, loss_of
 from ..state.observer import Observer, observing, running
-from ..state.values import name_of, thread
+from ..state.tape import thread
+from ..state.values import name_of
 
 AGAIN = 0.9  # share of a forward's operations that a checkpoint's backward runs: a last one may be left out
 
@@ -150,7 +151,7 @@ class Accounts(Observer):
             account.attention_replays += flops if fused else 0
             return
         self.flops["forward"] += flops
-        if isinstance(run, RegionCall) and run not in self._tops:
+        if isinstance(run, Recording) and run.region_call not in self._tops:
             self._enter([at.run for at in running() if at.kind == "forward"])
         self._inside.update({id(storage): run.name for _, storage in ran.made})
         account.forward_ops += work

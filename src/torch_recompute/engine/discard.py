@@ -33,7 +33,7 @@ import torch
 from .. import _torch, errors
 from .._torch import graphs, parameter_of, storage_id
 from .._torch.tensors import meta, say
-from ..state.values import thread
+from ..state.tape import thread
 from .region_call import Options, RegionCall
 from .saved_call import SavedCall
 from .slots import Slot, lend, unpack
@@ -218,7 +218,7 @@ class Discard:
 
     def _replace(self, nodes: list[Any]) -> None:
         region_call, tensors = self._region_call, self._tensors
-        results = region_call.later = Results(region_call.name, (0, 0), tensors)
+        results = region_call.later = Results(region_call.name, tensors)
 
         def slot_for(tensor: torch.Tensor) -> Slot | None:
             index = self._places.get(storage_id(tensor))

@@ -1,25 +1,25 @@
-"""Elastic regions: a call keeps what it saves while memory lasts, and can be emptied at any time before its backward.
+"""Elastic regions: what a call saves is resident while memory lasts, and can be evicted at any time before backward.
 
-A kept call is an ordinary one whose slots are full from the start: the pack hook puts each tensor, detached, into its
-slot, with its version. Backward reads it there, as plain autograd would, and no replay runs. To evict the call is to
-empty its slots; from then on it is a region like any other. So there is no second engine, and every law of a region
-holds in all three placements: kept, evicted, evicted between two halves of a backward.
+A resident call is an ordinary one whose slots are full from the start: the pack hook puts each tensor, detached, into
+its slot, with its version. Backward reads it there, as plain autograd would, and no replay runs. To evict the call is
+to empty its slots; from then on it is a region like any other. So there is no second engine, and every law of a region
+holds in all three placements: resident, evicted, evicted between two halves of a backward.
 
 Who decides is the region's part of a pool (`Part`; `memory/elastic.py`). It is told of four boundaries, before which it
-makes room: a forward, the end of a forward, the first tensor that backward reads of a kept call, and a replay.
+makes room: a forward, the end of a forward, the first tensor that backward reads of a resident call, and a replay.
 
-A pool with a store may move what a call keeps there in the place of dropping it; it then comes back slot by slot.
+A pool with a store may move what a call holds there in the place of dropping it; it then comes back slot by slot.
 
-Saved calls are kept in slots too, as a second grade: evicted with `saved=False`, the region is replayed as usual and
-they are skipped; with `saved=True` they are emptied as well, and the replay makes them again.
+What saved calls keep is in slots too, as a second grade: evicted with `saved=False`, the region is replayed as usual
+and they are skipped; with `saved=True` they are emptied as well, and the replay makes them again.
 
 A `torch.OutOfMemoryError` in a forward or replay is the exception, not the way: what the forward did to generators,
-buffers and modules is undone, and it runs again with more room. Only the outermost region does so, because the records
-of a region around it already count what it saved. An allocation that fails in a node of the graph cannot be repeated.
+buffers and modules is undone, and it runs again with more room. Only the outermost region does so, because the tapes
+of regions around it already count what it saved. An allocation that fails in a node of the graph cannot be repeated.
 Rejected: to rely on that alone (of 192 steps under a limit, 21 failed in backward; with boundaries none).
 
-Invariants: a kept slot holds what plain autograd would have kept. A call is evicted only before its backward begins, or
-while its own thread is still in its forward; its lock is never waited for.
+Invariants: the slot of a resident call holds what plain autograd would have held. A call is evicted only before its
+backward begins, or while its own thread is still in its forward; its lock is never waited for.
 """
 
 from __future__ import annotations
@@ -37,23 +37,22 @@ from .._torch import tracing, version_of
 from .._torch.devices import capturing
 from .._torch.tensors import meta, say
 from ..state.observer import here, tell
-from ..state.values import Run, thread
-from ..stores import Kept, Store
-from .backward_task import this_task
-from .region_call import Contexts, Options, RegionCall, Replay
-from .saved_call import SavedCall
-from .slots import Packed, Slot, unpack
+from ..state.tape import Run, inside
+from ..stores import Store, Stored
+from .region_call import Contexts, Options, Phase, Recording, RegionCall, Replay
+from .saved_call import SavedCall, Then
+from .slots import Packed, Slot, this_task, unpack
 
 
 class Part(Protocol):
-    """One region's part of a pool: decides what its calls keep, and makes room before each stretch of a step."""
+    """One region's part of a pool: decides which calls are resident, and makes room before each stretch of a step."""
 
     def watch(self, call: ElasticCall) -> Contexts | None:
         """Returns what is entered around the forward of a call, and around its replays; None for nothing."""
         ...
 
     def forward(self, call: ElasticCall) -> bool:
-        """Makes room for a forward, and returns whether the call is to keep what it saves."""
+        """Makes room for a forward, and returns whether the call is to be resident."""
         ...
 
     def forward_ended(self, call: ElasticCall) -> None:
@@ -69,11 +68,11 @@ class Part(Protocol):
         ...
 
     def backward(self, call: ElasticCall) -> None:
-        """Makes room for the backward of a kept call, which begins now."""
+        """Makes room for the backward of a resident call, which begins now."""
         ...
 
     def waits(self, call: ElasticCall) -> None:
-        """Notes a kept call whose graph was retained: its backward may come again."""
+        """Notes a resident call whose graph was retained: its backward may come again."""
         ...
 
     def replay(self, call: ElasticCall) -> None:
@@ -130,19 +129,19 @@ class ElasticSavedCall(SavedCall):
 
     def stores(self, slot: Slot) -> bool:
         """Whether `slot` holds a tensor that the call stores, and that no replay fills."""
-        return not self.emptied and any(stored is slot for stored in self._slots())
+        return self.then is not Then.REFILLS and any(stored is slot for stored in self._slots())
 
     def release(self) -> None:
         """Empties the slots that a replay fills."""
         super().release()
-        for slot in self._slots() if self.emptied else ():
-            slot.tensor = None
+        for slot in self._slots() if self.then is Then.REFILLS else ():
+            slot.empty()
 
     def empty(self) -> bool:
         """Drops what is stored, so that a replay makes the call again; returns whether there was anything."""
-        if self.emptied or not (self._outputs or any(self._stored)):
+        if self.then is Then.REFILLS or not (self._outputs or any(self._stored)):
             return False
-        self.repeated, self.emptied, self._full, self.dropped = True, True, False, False
+        self.then, self._full = Then.REFILLS, False
         self._outputs, self._mutated, self._after = (), (), ()
         self.release()
         return True
@@ -151,33 +150,32 @@ class ElasticSavedCall(SavedCall):
         self,
         inputs: Sequence[torch.Tensor],
         versions: Sequence[int],
-        region_call: Any,
+        scope: Any,
         store: Store | None,
         tensor: torch.Tensor,
     ) -> Packed:
         """The pack hook of the call: what it stores, and what is a view of its inputs, is put into a slot."""
         before = len(self._stored)
-        packed = super().pack(inputs, versions, region_call, store, tensor)
+        packed = super().pack(inputs, versions, scope, store, tensor)
         if len(self._stored) == before:
             self._stored.append(None)
-            if type(packed) is Slot and region_call.kept:
-                _fill(packed, tensor)
+            if type(packed) is Slot and scope.region_call.resident:
+                packed.fill(tensor.detach())
         return packed
 
-    def hold(self, tensor: torch.Tensor, region_call: Any, store: Store | None) -> Packed:
+    def hold(self, tensor: torch.Tensor, scope: Any, store: Store | None) -> Packed:
         """A slot with the tensor in it; with a store, what the store makes of it."""
-        held = super().hold(tensor, region_call, store)
-        if type(held) is not tuple or region_call is None:
+        held = super().hold(tensor, scope, store)
+        if type(held) is not tuple or scope is None:
             return held
-        slot = Slot()
-        slot.owner, slot.meta, slot.stream = region_call, meta(tensor), None
-        slot.tensor, slot.version = held
+        slot = Slot(scope.region_call, meta(tensor))
+        slot.fill(held[0])
         self._stored.append(weakref.ref(slot))
         return slot
 
     def again(self, run: Run, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Makes the call again in a replay; one of its own region fills what was emptied."""
-        if not self.emptied or not isinstance(run, Replay):
+        if self.then is not Then.REFILLS or not isinstance(run, Replay):
             return super().again(run, fn, args, kwargs)
         turn, name = iter(self._stored), self.name
 
@@ -193,22 +191,14 @@ class ElasticSavedCall(SavedCall):
                 if slot.meta != meta(tensor):
                     found = f"{say(meta(tensor))} where it was {say(slot.meta)} in its forward"
                     raise errors.MismatchError(_other_work(run.name, name, found))
-                slot.version = held._version
-                slot.stream = _torch.stream_for(held) if slot.owner.streams else None
-                slot.tensor = held
+                run.fill(slot, held)
             return held
 
         if here.observers is not None:
             fn = here.observers.around("saved call", name, run, fn)
-        thread.run = None
-        _torch.push_hooks(pack, unpack)
-        try:
-            with torch.enable_grad():
-                result = fn(*args, **kwargs)
-        finally:
-            _torch.pop_hooks()
-            thread.run = run
-        run.passed(self)
+        with inside(None, (pack, unpack)), torch.enable_grad():
+            result = fn(*args, **kwargs)
+        run.refilled()
         return result
 
 
@@ -217,14 +207,32 @@ def _other_work(region: str, call: str, found: str) -> str:
     return f"the replay of {region} made the saved call {call} again, which saved {found}.\n{errors.WHY}"
 
 
-def _fill(slot: Slot, tensor: torch.Tensor) -> None:
-    """Keeps a tensor in its slot, as plain autograd would keep it in the graph."""
-    slot.version, slot.stream = tensor._version, None
-    slot.tensor = tensor.detach()
-
-
 class _Failed(BaseException):
     """Leads an error that memory ran out past everybody who would add to it; no code that it passes catches it."""
+
+
+class ElasticRecording(Recording):
+    """The forward of an elastic region's call: what it puts into slots stays there while the call is resident."""
+
+    def alias(self, record: SavedCall) -> None:
+        """The graph holds no output of a saved call directly, so that eviction frees it."""
+        self._ordinary.clear()
+
+    @tracing.as_it_is
+    def _packer(self) -> Callable[[torch.Tensor], Packed]:
+        """The pack hook of the forward, which fills the slots while the call is resident."""
+        plain, region_call = super()._packer(), self.region_call
+        if not region_call.resident:
+            return plain
+
+        def pack(tensor: torch.Tensor) -> Packed:
+            packed = plain(tensor)
+            if type(packed) is Slot and region_call.resident:
+                packed.fill(tensor.detach())
+            return packed
+
+        pack.__dict__.update(_torch.SEE_THROUGH)
+        return pack
 
 
 class ElasticCall(RegionCall):
@@ -232,7 +240,7 @@ class ElasticCall(RegionCall):
 
     Attributes:
         part: The region's part of the pool.
-        was_kept: Whether it was to be kept when it began.
+        was_resident: Whether it was to be resident when it began.
         started: Whether the backward that reads its slots has begun.
         thread: The thread of its forward, while that runs.
         attempt: How often the call has failed before.
@@ -240,8 +248,9 @@ class ElasticCall(RegionCall):
         size: Bytes of the tensors that it was given.
     """
 
+    recording = ElasticRecording
     saved_call = ElasticSavedCall
-    started = was_kept = False
+    started = was_resident = False
     thread: int | None = None
     attempt = microbatch = 0
     _again: ElasticCall | None = None
@@ -254,7 +263,7 @@ class ElasticCall(RegionCall):
             options = options._replace(contexts=contexts)
         super().__init__(options, fn, args, kwargs, outer)
         self.part = part
-        self._moved: weakref.WeakKeyDictionary[Slot, Kept] = weakref.WeakKeyDictionary()
+        self._moved: weakref.WeakKeyDictionary[Slot, Stored] = weakref.WeakKeyDictionary()
         self.size = sum(tensor.numel() * tensor.element_size() for tensor in self.taking.given)
 
     def saved_bytes(self) -> int:
@@ -262,34 +271,14 @@ class ElasticCall(RegionCall):
         metas = [slot.meta for slot in self._rebuilt()]
         return sum(shape.numel() * dtype.itemsize for shape, dtype, _ in metas)
 
-    def alias(self, record: SavedCall) -> None:
-        """The graph holds no output of a saved call directly, so that eviction frees it."""
-        self._ordinary.clear()
-
     # --- forward --------------------------------------------------------------------------------------------------
-
-    @tracing.as_it_is
-    def _packer(self) -> Callable[[torch.Tensor], Packed]:
-        """The pack hook of the forward, which keeps what it packs while the call is kept."""
-        plain = super()._packer()
-        if not self.kept:
-            return plain
-
-        def pack(tensor: torch.Tensor) -> Packed:
-            packed = plain(tensor)
-            if type(packed) is Slot and self.kept:
-                _fill(packed, tensor)
-            return packed
-
-        pack.__dict__.update(_torch.SEE_THROUGH)
-        return pack
 
     def forward(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], outer: Run | None) -> Any:
         """Runs the function; the outermost region once more, with less kept, where memory runs out."""
         if outer is not None and outer.replaying:  # what it saves belongs to a graph that is dropped at once
             return super().forward(fn, args, kwargs, outer)
         outermost = outer is None and not here.again
-        self.kept = self.was_kept = self.part.forward(self)
+        self.resident = self.was_resident = self.part.forward(self)
         self.transient = True  # so that the first tensor that backward reads is seen
         self.thread = threading.get_ident()
         result, failed = None, list[tuple[Exception, str]]()
@@ -300,7 +289,7 @@ class ElasticCall(RegionCall):
         except _Failed as failure:
             failed.append(failure.args[0])
         except BaseException:
-            self.kept = False
+            self.resident = False
             self.part.interrupted(self)
             raise
         finally:
@@ -308,7 +297,7 @@ class ElasticCall(RegionCall):
             if outermost:
                 here.again = False
         if failed:
-            self.kept = False
+            self.resident = False
             return self._once_more(failed, fn, args, kwargs)
         for record in self._own_saved_calls():
             record.settle()
@@ -324,7 +313,8 @@ class ElasticCall(RegionCall):
                 return fn(*args, **kwargs)
             except torch.OutOfMemoryError as error:
                 changed = self.part.unrepeatable()
-                if [*map(version_of, given)] != versions or (self.modules is not None and self.modules.changed()):
+                modules = self.world.modules
+                if [*map(version_of, given)] != versions or (modules is not None and modules.changed()):
                     changed = "a tensor that it was given, a weight or a large buffer has been changed in place"
                 if not changed:
                     self.world.rewind()
@@ -360,14 +350,13 @@ class ElasticCall(RegionCall):
 
     def in_saved_call(self) -> str:
         """The name of the saved call of its own that its forward is in; "" outside of them."""
-        records = () if self.record is None else self.record.records
-        last = records[-1] if records else None
-        return last.name if isinstance(last, SavedCall) and not last.finished else ""
+        last = self.tape.entries[-1] if self.tape.entries else None
+        return last.name if isinstance(last, SavedCall) and last.then is Then.ENDS_BEFORE else ""
 
     @property
     def emptied(self) -> bool:
         """Whether what saved calls keep is gone, too."""
-        return any(record.emptied for record in self._own_saved_calls())
+        return any(record.then is Then.REFILLS for record in self._own_saved_calls())
 
     def evict(self, saved: bool, to: Store | None = None, but: Container[str] = ()) -> bool:
         """Empties the slots, and with `saved` what saved calls keep; returns whether there was something to empty.
@@ -379,31 +368,32 @@ class ElasticCall(RegionCall):
             to: A store that what the slots hold is moved to.
             but: The names of saved calls that keep what they have.
         """
-        if self.started or not (self.complete or self.thread == threading.get_ident()):
+        if self.started or (self.phase is Phase.FORWARD and self.thread != threading.get_ident()):
             return False
         if not self._lock.acquire(blocking=False):
             return False
         try:
-            kept, self.kept = self.kept, False
-            if kept:
+            was, self.resident = self.resident, False
+            if was:
                 if to is not None:
                     self._move(to)
                 self.release()
-            records = [*self._own_saved_calls()] if saved and self.complete else []
+            records = [*self._own_saved_calls()] if saved and self.phase is not Phase.FORWARD else []
             emptied = [record.empty() for record in records if record.name not in but]
-            return kept or any(emptied)
+            return was or any(emptied)
         finally:
             self._lock.release()
 
     def _rebuilt(self) -> Iterator[Slot]:
         """The slots that a replay fills."""
-        refs = [*self.slots, *(ref for record in self._own_saved_calls() for ref in record.rebuilt())]
+        yield from self.tape.slots()
+        refs = [ref for record in self._own_saved_calls() for ref in record.rebuilt()]
         yield from (slot for ref in refs if (slot := ref()) is not None)
 
     def _move(self, store: Store) -> None:
         for slot in self._rebuilt():
-            if isinstance(slot.tensor, torch.Tensor) and slot.tensor._version == slot.version:
-                self._moved[slot] = Kept(store, slot.tensor, self.name)
+            if isinstance(slot.content, torch.Tensor) and slot.content._version == slot.version:
+                self._moved[slot] = Stored(store, slot.content, self.name)
 
     # --- backward -------------------------------------------------------------------------------------------------
 
@@ -414,7 +404,7 @@ class ElasticCall(RegionCall):
             return super().rebuild(slot)
         self._begin()
         tensor = moved.open()
-        slot.version, slot.stream, slot.tensor = tensor._version, None, tensor
+        slot.fill(tensor)
         return tensor
 
     def was_read(self, slot: Slot, tensor: torch.Tensor) -> None:
@@ -424,7 +414,7 @@ class ElasticCall(RegionCall):
                 super().was_read(slot, tensor)
             return
         self.part.agree(self)
-        if slot.tensor is not None:
+        if slot.content is not None:
             self._begin()
         else:  # it is replayed now, as on the ranks that had evicted it
             rebuilt = self.rebuild(slot)
@@ -444,14 +434,14 @@ class ElasticCall(RegionCall):
         yield from (record for record in self._saved_calls() if isinstance(record, ElasticSavedCall))
 
     def end(self) -> None:
-        """At the end of a backward that retains its graph: a kept call may be evicted again."""
-        if self.kept:
+        """At the end of a backward that retains its graph: a resident call may be evicted again."""
+        if self.resident:
             self.started, self.transient = False, True
             self.part.waits(self)
         else:
             super().end()
 
-    def _replay(self, opened: Slot) -> int:
+    def _replay(self, opened: Slot) -> Replay:
         outermost, attempt = not here.again, 0
         self.part.agree(self)
         self.started = True
@@ -459,7 +449,7 @@ class ElasticCall(RegionCall):
         while True:
             try:
                 here.again = True
-                filled = super()._replay(opened)
+                done = super()._replay(opened)
                 break
             except torch.OutOfMemoryError as error:
                 if not outermost:
@@ -479,7 +469,7 @@ class ElasticCall(RegionCall):
                     here.again = False
             attempt += 1
         self.part.replay_ended(self)
-        return filled
+        return done
 
 
 def clear(error: BaseException) -> None:

@@ -1,12 +1,14 @@
 """Puts back, for the length of a replay, what users' objects held in the forward.
 
 A replay must find lists, objects and modules as the forward found them. Where one holds something else by then, the
-replay's contents are written into that same object, and afterwards those that were there are written back. Two threads
+replay's contents are written into that same object, and afterwards those that were there are written back. The values
+of buffers, and of small tensors that a function reaches, are written into their own memory likewise: whatever else
+shares it, another module, a view or a global, finds them too. Two threads
 must not do so to one object at once: each thread that writes owns the objects that it writes to, and only these, for
 the length of its replay. A replay that finds everything as it was owns nothing and waits for nobody.
 
-A thread that owns something, or is in another replay, never waits: the other one may be waiting for it, in a lock or in
-a collective, for ever. It raises instead, and names both regions. One that does not waits, without a limit, until
+A thread that owns an object, or is inside another replay, never waits: the other thread may be waiting for it, in a
+lock or in a collective, for ever. It raises, and names both regions. Every other thread waits, without a limit, until
 nobody owns or reads its objects.
 
 Rejected: one lock for the process (replays that meet in a barrier waited for each other until that gave up); a lock in
@@ -18,14 +20,16 @@ from __future__ import annotations
 
 import collections
 import contextvars
+import itertools
 import operator
 import threading
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from .. import errors
+from ..state import copies, swap_in
 
 CONTAINERS = (list, dict, set, collections.deque)
 
@@ -77,17 +81,15 @@ OWNED: dict[int, _Owner] = {}
 READING: dict[int, list[Exchange]] = {}
 """The replays that run now, by thread. Each stands here before it looks at `OWNED`, and an owner stands there before it
 looks here, so one of two that begin at once sees the other."""
+WAITING: list[int] = []
+"""The threads that wait for an object."""
 _changed = threading.Condition(threading.Lock())
 
 
 def woken() -> None:
     """Wakes the threads that wait for an object, after a replay."""
-    if _waiting:
-        with _changed:
-            _changed.notify_all()
-
-
-_waiting: list[int] = []  # the threads that wait
+    with _changed:
+        _changed.notify_all()
 
 
 def _each_needs_the_others(region: str, mine: str, other: str) -> str:
@@ -101,6 +103,16 @@ def _each_needs_the_others(region: str, mine: str, other: str) -> str:
     )
 
 
+Noted = tuple[torch.Tensor, int]
+"""The values of a tensor, and a number that is larger for what was noted later."""
+_numbers = itertools.count()
+
+
+def note(tensors: Sequence[torch.Tensor]) -> list[Noted]:
+    """Notes the values that some tensors have now."""
+    return [(values, next(_numbers)) for values in copies(tensors)]
+
+
 class Exchange:
     """The contents that one replay finds in users' objects, and those that were there.
 
@@ -108,19 +120,22 @@ class Exchange:
         region: The region's name, for errors.
         tensors: The tensor that was made for each one held, so that one stays one.
         objects: The object that was opened for each one held, likewise.
-        copies: What the replay is lent in the place of tensors that it may change.
+        copies: What the replay is given in the place of buffers that are gone.
         given: The identities of the tensors that the graph of the forward may hold directly.
         versions: Those of these dictionaries when the replay begins.
         modules: The modules that the replay may read, by their identity.
-        waits: Whether it waits for an object, and reads none yet.
+        waits: Whether it is waiting for an object; it has not read any yet.
         places: Which of the region's modules' dictionaries it looks after.
+        contents: What the replay must find in those of which entries were opened.
         context: The context variables of the forward.
         wanted: Containers with what the replay must find in them, each after the object that it belongs to.
+        values: The values that the replay must find in tensors, each after the module that it belongs to, if any, and
+            the tensor; by number, so that of two that share memory, what was noted first is what counts.
     """
 
     __slots__ = (
-        *("_found", "_keys", "context", "copies", "given", "modules", "objects", "places", "region", "tensors"),
-        *("versions", "waits", "wanted"),
+        *("_found", "_keys", "_undo_values", "contents", "context", "copies", "given", "modules", "objects"),
+        *("places", "region", "tensors", "values", "versions", "waits", "wanted"),
     )
 
     def __init__(self, region: str) -> None:
@@ -135,6 +150,9 @@ class Exchange:
         self.versions: Sequence[int] = ()
         self.context: contextvars.Context | None = None
         self.wanted: list[tuple[Any, Any, Any]] = []
+        self.values: dict[int, tuple[Any, torch.Tensor, torch.Tensor]] = {}
+        self.contents: dict[int, Any] = {}
+        self._undo_values: Callable[[], None] | None = None
         self._found: list[tuple[Any, Any]] = []
         self._keys: list[int] = []
 
@@ -142,12 +160,18 @@ class Exchange:
         """Notes what the replay must find in a container of an object, or in the object, a container itself."""
         self.wanted.append((owner, inside, content))
 
+    def want_values(self, tensor: torch.Tensor, noted: Noted, owner: Any = None) -> None:
+        """Notes the values that the replay must find in a tensor; in that of a module, if an owner is given."""
+        values, number = noted
+        self.values[number] = owner, tensor, values
+
     def reads(self, keys: Container[int]) -> bool:
         """Whether the replay may read one of some objects."""
         if self.waits:
             return False
         mine = [*self.modules] if isinstance(self.modules, dict) else []  # another thread may add to it
-        return any(key in keys for key in (*mine, *[id(owner) for owner, _, _ in self.wanted]))
+        owners = [*self.wanted, *self.values.values()]
+        return any(key in keys for key in (*mine, *[id(owner) for owner, _, _ in owners]))
 
     def is_busy(self, owner: Any) -> bool:
         """Whether another thread's replay has put something into an object, which it will take out again."""
@@ -156,23 +180,32 @@ class Exchange:
 
     def enter(self) -> None:
         """Writes what differs, once no other thread's replay reads or owns what is written to."""
-        others = self._differing()
-        if others:
+        others, owners = self._differing()
+        if owners:
             with _changed:
-                while others := self._differing():
-                    if self._owns({id(owner) for owner, _, _ in others}):
-                        break
-                    me = threading.get_ident()
-                    self.waits = True
-                    _waiting.append(me)
-                    try:
+                me = threading.get_ident()
+                WAITING.append(me)  # before it looks, so that whoever leaves after that wakes it
+                try:
+                    while True:
+                        others, owners = self._differing()
+                        if not owners or self._owns(owners):
+                            break
+                        self.waits = True
                         _changed.wait()
-                    finally:
-                        _waiting.remove(me)
                         self.waits = False
+                finally:
+                    WAITING.remove(me)
+                    self.waits = False
         self._found = [(inside, entries_of(inside)) for owner, inside, _ in self.wanted if not self.is_busy(owner)]
         for _, inside, content in others:
             put(inside, content)
+        if self.values:
+            self._write_values()
+
+    def _write_values(self) -> None:
+        # Of two that share memory, what was noted first is written last.
+        _, tensors, values = zip(*[self.values[number] for number in sorted(self.values, reverse=True)], strict=True)
+        self._undo_values = swap_in(tensors, values)
 
     def _owns(self, wanted: set[int]) -> bool:
         """Makes this thread the owner of some objects; False where another one has to end first.
@@ -197,18 +230,25 @@ class Exchange:
             raise errors.RecomputeError(_each_needs_the_others(self.region, mine[0], of_others[0]))
         return False
 
-    def _differing(self) -> list[tuple[Any, Any, Any]]:
-        """Returns what differs from the forward, and what another thread has exchanged and will put back."""
-        return [one for one in self.wanted if not alike(one[1], one[2]) or self.is_busy(one[0])]
+    def _differing(self) -> tuple[list[tuple[Any, Any, Any]], set[int]]:
+        """Returns what differs from the forward, or is what another thread will put back, and the objects to own."""
+        differing = [one for one in self.wanted if not alike(one[1], one[2]) or self.is_busy(one[0])]
+        owners = {id(owner) for owner, _, _ in differing}
+        owners |= {id(owner) for owner, _, _ in self.values.values() if owner is not None}
+        return differing, owners
 
     def leave(self) -> None:
         """Has the objects hold what they held before."""
         try:
+            if self._undo_values is not None:
+                self._undo_values()
             for inside, content in reversed(self._found):
                 if not alike(inside, content):
                     put(inside, content)
         finally:
-            for key in self._keys:
-                del OWNED[key]
-            self._found, self._keys, self.wanted = [], [], []
-            woken()
+            if self._keys:
+                with _changed:  # others go through the owners
+                    for key in self._keys:
+                        del OWNED[key]
+                    _changed.notify_all()
+            self._found, self._keys, self.wanted, self.values, self._undo_values = [], [], [], {}, None

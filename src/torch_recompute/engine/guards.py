@@ -3,29 +3,38 @@
     settle()         the forward is over: lets go of what it did not touch
     enter(exchange)  a replay begins: puts back what the forward found; returns what undoes that, None for nothing
 
-`modules.py` and `generators.py` have two of them. `World` holds them all, and runs a replay among them.
+One of them, `Modules`, is in `modules.py`. `World` holds them all, and runs the replay inside them.
 
 Dispatch and function modes of the forward are entered again, if they are gone: but not those that do something when
-they are entered and left. One that has closed its file is over.
+they are entered and left. One that has closed a file when it was left cannot be entered again.
+
+Generators belong to all threads. A replay sets those that its forward has drawn from to where that began, and back when
+it ends. While another thread's replay does so, or where several threads call regions that draw, that would disturb the
+other: then the replay draws from generators of its own (`OwnGenerators`), which begin where the forward did, and the
+process's are left alone. No replay waits for another one: the two may have to meet in a collective.
+
+Rejected: one lock around every replay that draws. Threads that met in a region waited for each other.
 """
 
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable
+import threading
+import weakref
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from threading import get_ident
 from typing import Any
 
 import torch
 
 from .. import _torch
 from .._torch.modes import ends_silently
-from ..state import Ambient
-from .exchange import CONTAINERS, OWNED, READING, Exchange, woken
-from .generators import Generators, Undo
+from ..state import CPU_RNG, GENERATORS, Ambient, GeneratorRng, InGraph, elsewhere, same, stand_in, undrawn
+from .exchange import CONTAINERS, OWNED, READING, WAITING, Exchange, woken
 from .modules import Modules
 from .taken import PLAIN, Taking, is_config, open_, written_in_c
+
+Undo = Callable[[], None]
 
 
 class Settings:
@@ -115,8 +124,140 @@ def _is_atom(kind: type[Any]) -> bool:
     return not issubclass(kind, CONTAINERS) and written_in_c(kind)
 
 
+_turn = threading.RLock()  # of the replay that has set the process's generators; nobody waits for it
+_drawing: dict[int, weakref.ref[threading.Thread]] = {}
+"""The threads that have called regions which draw random numbers, by their number."""
+_undrawn = b""
+"""The state in which a region last found the CPU's generator and left it: regions in a row hold this one object."""
+_cpu_state, _set_cpu_state = torch.default_generator.get_state, torch.default_generator.set_state
+
+
+class Generators:
+    """Random generators and the user's `state=`, as they were when the forward began.
+
+    One that stands where it did when the forward ends may have been drawn from all the same, and put back
+    (`torch.random.fork_rng`). So its state stays noted too. A replay sets it if the generator stands elsewhere by then,
+    unless other threads draw from it.
+
+    Attributes:
+        ambients: All of them.
+    """
+
+    __slots__ = ("_cpu", "_region", "_still", "_then", "_undrawn", "ambients")
+
+    def __init__(self, region: str, ambients: tuple[Ambient, ...]) -> None:
+        self._region, self.ambients = region, ambients
+        self._cpu: torch.Tensor | None = None  # every region's first, taken without the detour
+        if ambients and ambients[0] is CPU_RNG and stand_in.now is None:
+            self._cpu, ambients = _cpu_state(), ambients[1:]
+        self._undrawn: bytes | None = None  # its state, where the forward has left it as it was
+        self._still: list[tuple[Ambient, Any]] = []
+        self._then: list[tuple[Ambient, Any]] = []
+        if ambients:
+            self._then = [(ambient, ambient.capture()) for ambient in ambients]
+
+    def add(self, generators: Iterable[torch.Generator]) -> None:
+        """Adds generators that the region's function reaches, or a module that it has just called."""
+        for generator in generators:
+            if not any(getattr(ambient, "generator", None) is generator for ambient in self.ambients):
+                ambient = GeneratorRng(generator)
+                self.ambients = (*self.ambients, ambient)
+                self._then.append((ambient, ambient.capture()))
+
+    def settle(self) -> None:
+        """After the forward: notes which of them stand where they did."""
+        global _undrawn
+        if self._cpu is not None and _torch.same_bytes(self._cpu, _cpu_state()):
+            found = _torch.bytes_of(self._cpu)
+            if found != _undrawn:
+                _undrawn = found
+            self._cpu, self._undrawn = None, _undrawn
+        if self._then:
+            each, self._then = self._then, []
+            for ambient, then in each:
+                if type(ambient) not in GENERATORS or not same(then, ambient.capture()):
+                    self._then.append((ambient, then))
+                elif type(then) is not InGraph:
+                    self._still.append((ambient, then))
+        if (self._cpu is not None or self._then) and _torch.graph_task_id() == -1:
+            _drawing[threading.get_ident()] = weakref.ref(threading.current_thread())
+
+    @property
+    def drawn(self) -> list[tuple[Ambient, Any]]:
+        """Those that have moved, with the states in which a replay must find them."""
+        return self._then if self._cpu is None else [(CPU_RNG, self._cpu), *self._then]
+
+    def rewind(self) -> None:
+        """Sets them to where the forward began."""
+        for ambient, then in self.drawn:
+            ambient.restore(then)
+
+    def enter(self, exchange: Exchange) -> Undo | None:
+        """Has the replay draw what the forward drew."""
+        if not self._then and not self._still:
+            cpu = self._moved() if self._cpu is None else self._cpu
+            if cpu is None:
+                return None
+            several = len(_drawing) > 1 and _several_threads_draw()
+            if stand_in.now is None and not several and _turn.acquire(blocking=False):  # as below, for most
+                now = _cpu_state()
+                _set_cpu_state(cpu)
+
+                def undo() -> None:
+                    _set_cpu_state(now)
+                    _turn.release()
+
+                return undo
+        with ExitStack() as stack:
+            elsewhere_, others = [], []
+            for ambient, then in self.drawn:
+                (elsewhere_ if elsewhere(ambient, then) else others).append((ambient, then))
+            for ambient, _ in elsewhere_:
+                stack.enter_context(undrawn(ambient, self._region))
+            shared = [one for one in others if type(one[0]) in GENERATORS and _can_stand_in(one[1])]
+            left = [one for one in self._still if not same(one[1], one[0].capture())]
+            if (cpu := self._moved()) is not None:
+                left.append((CPU_RNG, cpu))
+            if (shared or left) and (_several_threads_draw() or not _take_turn(stack)):
+                if shared:
+                    from ..state.own_generators import OwnGenerators
+
+                    stack.enter_context(OwnGenerators(shared))
+                others, left = [one for one in others if one not in shared], []
+            for ambient, then in (*others, *left):
+                stack.callback(ambient.restore, ambient.capture())
+                ambient.restore(then)
+            return stack.pop_all().close
+        return None
+
+    def _moved(self) -> torch.Tensor | None:
+        """The state that the forward found and left, if the CPU's generator stands elsewhere by now."""
+        if self._undrawn is None:
+            return None
+        now = _cpu_state() if stand_in.now is None else CPU_RNG.capture()
+        return None if _torch.bytes_of(now) == self._undrawn else _torch.write_bytes(now, self._undrawn)
+
+
+def _can_stand_in(state: Any) -> bool:
+    """Whether a generator of our own can begin with a state; not in a graph, nor where a device shows bytes alone."""
+    return type(state) is not InGraph and not (type(state) is list and state and isinstance(state[0], torch.Tensor))
+
+
+def _several_threads_draw() -> bool:
+    threads = [ref() for ref in [*_drawing.values()]]  # a copy: others may begin to draw
+    return sum(thread is not None and thread.is_alive() for thread in threads) > 1
+
+
+def _take_turn(stack: ExitStack) -> bool:
+    """Takes the turn at the process's generators, unless another thread has it."""
+    if not _turn.acquire(blocking=False):
+        return False
+    stack.callback(_turn.release)
+    return True
+
+
 class World:
-    """All that a call of a region may depend on besides its arguments, noted when it is entered.
+    """The settings, context variables, generators and modules that a region found when it was entered.
 
     Attributes:
         variables: The context variables.
@@ -155,22 +296,25 @@ class World:
         """Calls `fn(*args)` in the world of the forward, then makes it again what it is now."""
         assert exchange.context is not None
         modules = self.modules
-        reading = READING.setdefault(get_ident(), [])
+        reading = READING.setdefault(threading.get_ident(), [])
         reading.append(exchange)
-        with ExitStack() as stack:
-            stack.callback(woken)
-            stack.callback(reading.remove, exchange)
-            if modules is not None:
-                exchange.modules = modules.seen
-            if OWNED and modules is not None:  # by now; what another thread has put into a module is not ours to read
-                exchange.places = modules.open(exchange)
-            if exchange.wanted:
-                stack.callback(exchange.leave)
-                exchange.enter()
-                exchange.versions = () if modules is None else modules.versions()
-            if modules is not None:
-                stack.callback(modules.undo, exchange.versions, exchange.places)
-            for guard in (self._settings, self.generators):
-                if (undo := guard.enter(exchange)) is not None:
-                    stack.callback(undo)
-            exchange.context.run(fn, *args)
+        try:
+            with ExitStack() as stack:
+                if modules is not None:
+                    exchange.modules = modules.seen
+                if OWNED and modules is not None:  # by now; what another thread has put into one is not ours to read
+                    exchange.places = modules.open(exchange)
+                if exchange.wanted or exchange.values:
+                    stack.callback(exchange.leave)
+                    exchange.enter()
+                    exchange.versions = () if modules is None else modules.versions()
+                if modules is not None:
+                    stack.callback(modules.undo, exchange)
+                for guard in (self._settings, self.generators):
+                    if (undo := guard.enter(exchange)) is not None:
+                        stack.callback(undo)
+                exchange.context.run(fn, *args)
+        finally:
+            reading.remove(exchange)
+            if WAITING:
+                woken()

@@ -38,10 +38,8 @@ from torch.nn.parameter import Parameter, UninitializedBuffer, UninitializedPara
 from .. import _torch, errors
 from .._torch import version_of, version_of_dict
 from .._torch.modes import unwatch_calls, watch_calls
-from ..state import copies
-from ..state.values import thread
-from .exchange import CONTAINERS, Exchange, alike, put
-from .generators import Generators
+from ..state.tape import thread
+from .exchange import CONTAINERS, Exchange, Noted, alike, note, put
 from .taken import PLAIN, REACHED, SMALL, Taking, changed_weight, is_config, is_plain_tuple, open_in
 
 _TABLES = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks")
@@ -170,36 +168,38 @@ def _forget(trees: dict[int, Any], key: int, ref: Any) -> None:
         del trees[key]
 
 
-class Lent:
-    """A buffer, and a copy for the replays of its module.
+class Buffer:
+    """A buffer, and what it held when the forward began.
 
     Attributes:
-        tensor: The buffer: itself while the forward runs; later its memory, where there is no copy.
-        copy: What it held when the forward began; None where it holds the same still.
+        tensor: The buffer: itself while the forward runs; later its memory, where it holds the same still.
+        then: What it held; None where it holds the same still.
         version: Its version then.
+        was: The buffer, if somebody has it still.
     """
 
-    __slots__ = ("_training", "copy", "tensor", "version")
+    __slots__ = ("_training", "tensor", "then", "version", "was")
 
     def __init__(self, tensor: torch.Tensor, training: bool) -> None:
         self.tensor: torch.Tensor | None = tensor
         self.version, self._training = tensor._version, training
-        self.copy: torch.Tensor | None = None
+        self.then: Noted | None = None
+        self.was = weakref.ref(tensor)
 
     def settle(self) -> None:
-        """After the forward: drops the copy of a buffer that did not change, if its version can be trusted."""
+        """After the forward: drops the values of a buffer that did not change, if its version can be trusted."""
         tensor = self.tensor
         if tensor is not None and tensor._version == self.version and not (self._training and _is_small(tensor)):
-            self.tensor, self.copy = tensor.detach(), None
+            self.tensor, self.then = tensor.detach(), None
         else:
             self.tensor = None
 
     def changed(self) -> bool:
-        """Whether the buffer has been changed in place since, and there is no copy."""
-        return self.copy is None and self.tensor is not None and self.tensor._version != self.version
+        """Whether the buffer has been changed in place since, where no values were noted."""
+        return self.then is None and self.tensor is not None and self.tensor._version != self.version
 
 
-def _may_be_lent(tensor: torch.Tensor) -> bool:
+def _may_be_written(tensor: torch.Tensor) -> bool:
     """Whether a plain attribute is a large tensor that a forward may change, as a buffer."""
     large = tensor.layout is torch.strided and not _is_small(tensor)
     return large and not tensor.requires_grad and not _torch.is_emptied(tensor)
@@ -207,6 +207,9 @@ def _may_be_lent(tensor: torch.Tensor) -> bool:
 
 def _is_small(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.nbytes <= SMALL
+
+
+AddGenerators = Callable[[Iterable[torch.Generator]], None]
 
 
 class Modules:
@@ -219,13 +222,24 @@ class Modules:
     """
 
     __slots__ = (
-        *("_below", "_beside", "_dicts", "_generators", "_hooks", "_late", "_lent", "_loose", "_outer", "_owners"),
+        *(
+            "_below",
+            "_beside",
+            "_dicts",
+            "_add_generators",
+            "_hooks",
+            "_late",
+            "_buffers",
+            "_loose",
+            "_outer",
+            "_owners",
+        ),
         *("_partial", "_region", "_roots", "_taking", "_then", "_unchanged", "_versions"),
         *("seen", "weight_versions", "weights"),
     )
 
-    def __init__(self, taking: Taking, outer: Modules | None, generators: Generators | None = None) -> None:
-        self._outer, self._generators = outer, generators
+    def __init__(self, taking: Taking, outer: Modules | None, add: AddGenerators | None = None) -> None:
+        self._outer, self._add_generators = outer, add
         self.seen: dict[int, nn.Module] = {}
         self._below: set[int] = set()
         self._roots: list[tuple[nn.Module, bool]] = []
@@ -236,8 +250,8 @@ class Modules:
         self._partial: frozenset[int] | set[int] = frozenset()  # of which dictionaries only some entries are noted
         self._loose: dict[int, list[Any]] = {}  # entries that were taken, by the place of their dictionary
         self._hooks: list[int] = []
-        self._lent: list[Lent] = []
-        self._unchanged: list[Lent] = []  # those of which the forward left no copy
+        self._buffers: list[Buffer] = []
+        self._unchanged: list[Buffer] = []  # those of which the forward left no copy
         self._late = False
         self._beside, self._taking = taking, None
         self._region = taking.region
@@ -248,7 +262,7 @@ class Modules:
         return id(module) in self._below
 
     def add(self, root: nn.Module, below: bool = True) -> None:
-        """Reads a module, with all below it or alone; for the region around too, whose replay comes here as well."""
+        """Notes a module, with all below it or alone; for the region around too, whose replay runs it as well."""
         key = id(root)
         if key in self._below or (not below and key in self.seen):
             return
@@ -287,7 +301,7 @@ class Modules:
         self._owners += [*modules, *_flat(map(itertools.repeat, modules, itertools.repeat(len(_TABLES))))]
         if versions[:size] != tree.versions:
             tree.look_at(own, versions[:size])
-        lent = len(self._lent)
+        known = len(self._buffers)
         special = tree.special
         if tree.tuples and not PLAIN.issuperset(map(type, _flat([own[i][name] for i, name in tree.tuples]))):
             special = [*special, *tree.tuples]
@@ -295,22 +309,22 @@ class Modules:
             self._take(start + i, name, f"attribute '{name}' of {type(modules[i]).__name__}")
         for i, (parameters, buffers, _, before, after) in enumerate(each):
             if buffers:
-                self._lend(start + size + 5 * i + 1, modules[i], buffers)
+                self._note_buffers(start + size + 5 * i + 1, modules[i], buffers)
             if before or after:
                 self._note_hooks(start + size + 5 * i + 3, modules[i], own[i])
             if not _ORDINARY.issuperset(map(type, parameters.values())):
-                self._note_lent(start + size + 5 * i, modules[i], parameters)
-        if new := self._lent[lent:]:
+                self._note_others(start + size + 5 * i, modules[i], parameters)
+        if new := self._buffers[known:]:
             with torch.no_grad():
                 tensors = [one.tensor for one in new if one.tensor is not None]
-                for one, copy in zip(new, copies(tensors), strict=True):
-                    one.copy = copy
+                for one, noted in zip(new, note(tensors), strict=True):
+                    one.then = noted
         if tree.managed:
             self._leave_to_wrappers(tree, start, size)
         taking = self._taking
         if taking is not None:
-            if taking.generators and self._generators is not None:
-                self._generators.add(taking.generators)
+            if taking.generators and self._add_generators is not None:
+                self._add_generators(taking.generators)
             taking.generators, taking.modules = [], []
 
     def _take(self, place: int, name: str, label: str) -> None:
@@ -318,9 +332,9 @@ class Modules:
         value = self._then[place][name]
         if is_plain_tuple(value) or type(value) in _LAZY or (isinstance(value, torch.Tensor) and value.is_inference()):
             return
-        if isinstance(value, torch.Tensor) and self._then[place].get("training") and _may_be_lent(value):
-            self._then[place][name] = lent = Lent(value, training=False)
-            self._lent.append(lent)
+        if isinstance(value, torch.Tensor) and self._then[place].get("training") and _may_be_written(value):
+            self._then[place][name] = buffer = Buffer(value, training=False)
+            self._buffers.append(buffer)
             self._loose.setdefault(place, []).append(name)
             return
         if self._taking is None:
@@ -330,7 +344,7 @@ class Modules:
             self._then[place][name] = taken
             self._loose.setdefault(place, []).append(name)
 
-    def _lend(self, place: int, module: nn.Module, buffers: dict[str, Any]) -> None:
+    def _note_buffers(self, place: int, module: nn.Module, buffers: dict[str, Any]) -> None:
         training = vars(module).get("training", True)
         for name, value in buffers.items():
             if value is None:
@@ -342,8 +356,8 @@ class Modules:
             elif value.requires_grad:
                 self._take(place, name, f"buffer '{name}' of {type(module).__name__}")
             elif training or _is_small(value):
-                self._then[place][name] = lent = Lent(value, training)
-                self._lent.append(lent)
+                self._then[place][name] = buffer = Buffer(value, training)
+                self._buffers.append(buffer)
                 self._loose.setdefault(place, []).append(name)
             else:
                 self.weights.append(value)
@@ -357,7 +371,7 @@ class Modules:
         self._versions += map(version_of_dict, more)
         self._owners += [module] * len(more)
 
-    def _note_lent(self, place: int, module: nn.Module, parameters: dict[str, Any]) -> None:
+    def _note_others(self, place: int, module: nn.Module, parameters: dict[str, Any]) -> None:
         """Takes parameters that are no `Parameter`: lent by `functional_call`, of a subclass, or without memory yet."""
         for name, value in parameters.items():
             if type(value) in _LAZY:
@@ -390,9 +404,9 @@ class Modules:
         for place in self._hooks:
             table = self._dicts[place]
             self._then[place] = {key: hook for key, hook in self._then[place].items() if key in table}
-        for lent in self._lent:
-            lent.settle()
-        self._unchanged = [lent for lent in self._lent if lent.copy is None]
+        for one in self._buffers:
+            one.settle()
+        self._unchanged = [one for one in self._buffers if one.then is None]
         if self._taking is not None:
             self._taking.settle()
 
@@ -403,23 +417,24 @@ class Modules:
             for tensor, then, version in zip(self.weights, self.weight_versions, now, strict=True):
                 if version != then:
                     return changed_weight(self._name_of(tensor), self._region, then, version)
-        for lent in self._unchanged:
-            tensor = lent.tensor
-            if tensor is not None and lent.changed():
-                return changed_weight(self._name_of(tensor), self._region, lent.version, tensor._version)
+        for one in self._unchanged:
+            tensor = one.tensor
+            if tensor is not None and one.changed():
+                return changed_weight(self._name_of(tensor), self._region, one.version, tensor._version)
         return "" if self._taking is None else self._taking.changed()
 
     def check(self) -> None:
-        """Raises a `ChangedError` if a weight, or a buffer without a copy, has been changed in place since."""
-        same = [*map(version_of, self.weights)] == self.weight_versions and not any(map(Lent.changed, self._unchanged))
+        """Raises a `ChangedError` if a weight, or a buffer without noted values, has been changed in place since."""
+        same = [*map(version_of, self.weights)] == self.weight_versions and not any(
+            map(Buffer.changed, self._unchanged)
+        )
         if not same or (self._taking is not None and self._taking.changed()):
             raise errors.ChangedError(self.changed())
 
-    def lent(self) -> frozenset[int]:
-        """The storages of the buffers of which a replay is lent copies."""
-        places = [(self._dicts[i], name, self._then[i][name]) for i, names in self._loose.items() for name in names]
-        lent = [entries[name] for entries, name, one in places if type(one) is Lent and one.copy is not None]
-        return frozenset(map(_torch.storage_id, lent))
+    def put_back(self) -> frozenset[int]:
+        """The storages of the buffers whose values a replay puts back."""
+        buffers = [one.was() for one in self._buffers if one.then is not None]
+        return frozenset(_torch.storage_id(tensor) for tensor in buffers if tensor is not None)
 
     def _name_of(self, tensor: torch.Tensor) -> str:
         return name_in(self.seen.values(), tensor) or "a weight"
@@ -431,12 +446,6 @@ class Modules:
         now = exchange.versions = [*map(version_of_dict, self._dicts)]
         if now == self._versions and not self._loose:
             return ()
-        changing = [one for one in self._lent if one.copy is not None]
-        if changing:
-            with torch.no_grad():
-                fresh = copies([one.copy for one in changing if one.copy is not None])
-            exchange.tensors.update(zip(map(id, changing), fresh, strict=True))
-            exchange.copies += fresh
         places: list[int] = []
         for i, (entries, then) in enumerate(zip(self._dicts, self._then, strict=True)):
             names = self._loose.get(i)
@@ -446,11 +455,11 @@ class Modules:
             if names is not None:
                 content = dict(then)
                 for name in names:
-                    one = then[name]
-                    lent = exchange.tensors.get(id(one)) if type(one) is Lent else None
-                    content[name] = _opened(one, entries.get(name), exchange) if lent is None else lent
+                    content[name] = _opened(then[name], entries.get(name), exchange, self._owners[i])
             content = self._complete(i, entries, content)
-            if names is not None or not alike(entries, content) or exchange.is_busy(self._owners[i]):
+            if names is not None:
+                exchange.contents[i] = content
+            if not alike(entries, content) or exchange.is_busy(self._owners[i]):
                 exchange.want(self._owners[i], entries, content)
                 places.append(i)
         return frozenset(places)
@@ -464,19 +473,16 @@ class Modules:
             return left | {key: one for key, one in content.items() if key not in _LEFT}
         return content
 
-    def undo(self, versions: Sequence[int], but: Container[int]) -> None:
-        """After a replay: takes back what it has written where everything was as the forward had found it.
-
-        Args:
-            versions: Those of the dictionaries when it began.
-            but: The places of dictionaries that an exchange looks after.
-        """
+    def undo(self, exchange: Exchange) -> None:
+        """Makes dictionaries that a replay found as the forward had, and has changed, what they were."""
         now = [*map(version_of_dict, self._dicts)]
-        if now == versions:
+        if now == exchange.versions:
             return
-        for i, (before, after) in enumerate(zip(versions, now, strict=False)):
-            if before != after and i not in but:
-                content = self._complete(i, self._dicts[i], self._then[i])
+        for i, (before, after) in enumerate(zip(exchange.versions, now, strict=False)):
+            if before != after and i not in exchange.places:
+                content = exchange.contents.get(i)
+                if content is None:
+                    content = self._complete(i, self._dicts[i], self._then[i])
                 if not alike(self._dicts[i], content):
                     put(self._dicts[i], content)
 
@@ -492,21 +498,26 @@ class Modules:
             for name in self._loose.get(i, ()):
                 one = then[name]
                 now = entries.get(name)
-                mine = type(one) is Lent and one.tensor is now
-                content[name] = now if mine else _opened(one, now, exchange)
+                mine = type(one) is Buffer and one.tensor is now
+                content[name] = now if mine else _opened(one, now, exchange, None)
             put(entries, self._complete(i, entries, content))
         with torch.no_grad(), _torch.versions_kept():
-            for lent in self._lent:
-                if lent.tensor is not None and lent.copy is not None:
-                    lent.tensor.copy_(lent.copy)
+            for one in self._buffers:
+                if one.tensor is not None and one.then is not None:
+                    one.tensor.copy_(one.then[0])
 
 
-def _opened(value: Any, now: Any, exchange: Exchange) -> Any:
-    if type(value) is Lent:
-        if value.copy is None:
-            return now if _is_memory_of(now, value.tensor) else value.tensor
-        return value.copy.clone()
-    return open_in(now, value, exchange)
+def _opened(value: Any, now: Any, exchange: Exchange, owner: nn.Module | None) -> Any:
+    if type(value) is not Buffer:
+        return open_in(now, value, exchange)
+    if value.then is None:
+        return now if _is_memory_of(now, value.tensor) else value.tensor
+    there = value.was()
+    if there is not None:
+        exchange.want_values(there, value.then, owner)
+        return there
+    exchange.copies.append(value.then[0].clone())  # its module holds another one now, and nobody this
+    return exchange.copies[-1]
 
 
 def _is_memory_of(now: Any, tensor: Any) -> bool:

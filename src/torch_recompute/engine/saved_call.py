@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
 from functools import partial
 from itertools import compress
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -27,12 +28,15 @@ from .._torch import is_parameter, parameter_of, storage_id, tracing, version_of
 from .._torch.tensors import layout, meta, say, wants_grad
 from ..state import Ambient, advanced
 from ..state.observer import Observers, here
-from ..state.values import Key, Run, thread, without_graph
-from ..stores import Kept, Store
-from .shape_only import ShapeOnly, TensorLayout, missing
-from .slots import Owner, Packed, Slot, unpack
+from ..state.tape import Entry, Run, inside, thread
+from ..state.values import without_graph
+from ..stores import Store, Stored
+from .slots import Owner, Packed, Slot, check_values, unpack
 from .taken import PLAIN, Taking, content_of, labelled
 from .views import WHOLE, AnyGeometry, geometry
+
+if TYPE_CHECKING:
+    from .shape_only import TensorLayout
 
 
 class View(NamedTuple):
@@ -43,10 +47,10 @@ class View(NamedTuple):
     grad: bool
 
 
-class Stored(NamedTuple):
+class Kept(NamedTuple):
     """A tensor that is kept: on the device with its version, or in a store."""
 
-    packed: tuple[torch.Tensor, int] | Kept
+    packed: tuple[torch.Tensor, int] | Stored
     grad: bool
 
 
@@ -57,16 +61,51 @@ class Unkept(NamedTuple):
     grad: bool
 
 
-class Scope(Owner, Protocol):
-    """The interface a saved call needs from the enclosing forward."""
+class Then(Enum):
+    """The ways in which a replay of its own region goes on from a saved call."""
+
+    ENDS_BEFORE = "ends: the forward has not returned from the call, and a backward inside it needs its inputs"
+    TAKES = "takes the stored output"
+    ENDS = "ends: the output has been dropped, because no replay was to get past the call"
+    MAKES_AGAIN = "makes the call again for its values, which were said not to be needed"
+    REPEATS = "makes the call again with history, because a gradient is asked for through it inside the region"
+    REFILLS = "makes the call again and fills what it had stored, which is gone"
+
+
+ENDINGS = (Then.ENDS_BEFORE, Then.ENDS)
+
+
+class Owning(Owner, Protocol):
+    """The interface a saved call needs from its region call."""
 
     saved_call: type[SavedCall]
     taking: Taking
     observers: Observers | None
-    alive: Mapping[int, int]  # versions of its inputs and parameters by identity, while its forward runs
+    resident: bool
+
+
+class Scope(Protocol):
+    """The interface a saved call needs from the forward around it."""
+
+    alive: dict[int, int]  # versions of its inputs and parameters by identity, while the forward runs
+
+    @property
+    def region_call(self) -> Owning:
+        """The call whose forward it is."""
+        ...
 
     def alias(self, record: SavedCall) -> None:
         """Notes what a saved call has kept on the device: while the forward runs, the graph may hold it."""
+        ...
+
+
+class Filling(Protocol):
+    """The interface a saved call needs from the replay that fills its slots."""
+
+    name: str
+
+    def fill(self, slot: Slot, rebuilt: torch.Tensor) -> None:
+        """Fills a slot."""
         ...
 
 
@@ -78,54 +117,60 @@ def _other_inputs(region: str, call: str, position: int, then: str, now: str) ->
     )
 
 
-class SavedCall:
+class SavedCall(Entry):
     """The record of one saved call.
 
     Attributes:
-        name: The call's name.
-        key: The moment of the call in its region's forward.
-        not_needed: Set once no replay of its own region needs the output; dropped when no outer one does either.
+        then: What a replay does that comes to it.
         values_unused: Whether the values of its output are said not to be needed.
         pure: Whether it is known to draw no random numbers, to change nothing and to return memory of its own.
-        read: Whether a replay needed them all the same; the call is then repeated.
-        finished: Whether the call has returned; a backward inside it may need its inputs before that.
-        dropped: Whether the output has been dropped, because no replay was to get past the call.
-        repeated: Whether a gradient is asked for through the call inside the region; it is then repeated with history.
-        emptied: Whether what it stored is gone, so that a replay makes the call again and fills it in.
     """
 
     can_be_emptied = False  # whether a replay may have to make it again, though nothing went wrong
-    not_needed = read = repeated = finished = dropped = emptied = False
+    then = Then.ENDS_BEFORE
     _outputs: Sequence[Any] | None = None
     _spec: Any = None
-    _mutated: Sequence[tuple[int, Stored]] = ()
+    _mutated: Sequence[tuple[int, Kept]] = ()
     _after: Sequence[tuple[Ambient, Any]] = ()
 
     def __init__(
-        self,
-        name: str,
-        key: Key,
-        inputs: Sequence[torch.Tensor],
-        values_unused: bool = False,
-        pure: bool = False,
+        self, name: str, inputs: Sequence[torch.Tensor], values_unused: bool = False, pure: bool = False
     ) -> None:
         self.name = name
-        self.key = key
         self.pure = pure
         self.values_unused = values_unused
         self._metas = [*map(meta, inputs)]
         self._views: list[tuple[weakref.ref[Slot], int, AnyGeometry]] = []
-        self._leaving: list[Kept] = []
+        self._leaving: list[Stored] = []
 
     @property
-    def needed(self) -> bool:
+    def needed(self) -> bool:  # type: ignore[override]
         """Whether backward still waits for a view of one of the call's inputs."""
         return any(ref() is not None for ref, _, _ in self._views)
 
     def drop(self) -> None:
         """Forgets what only a replay that goes on after the call would need."""
-        self._outputs, self.dropped = None, self.finished
-        self._mutated = ()
+        self._outputs, self._mutated = None, ()
+        if self.then is Then.TAKES:
+            self.then = Then.ENDS
+
+    def make_again(self) -> bool:
+        """Has replays make the call for its values; False if they do so already."""
+        if self.then is not Then.TAKES:
+            return False
+        self.then = Then.MAKES_AGAIN
+        return True
+
+    def take_stored(self) -> None:
+        """Has replays take the stored output, as they did before `make_again`."""
+        self.then = Then.TAKES
+
+    def repeat(self) -> bool:
+        """Has replays make the call with history; False if they do so already, or end here."""
+        if self.then not in (Then.TAKES, Then.MAKES_AGAIN):
+            return False
+        self.then = Then.REPEATS
+        return True
 
     def owns(self, slot: Slot) -> bool:
         """Whether `slot` is one of the call's."""
@@ -135,36 +180,33 @@ class SavedCall:
         """Empties the slots."""
         for ref, _, _ in self._views:
             if (slot := ref()) is not None:
-                slot.tensor = None
+                slot.empty()
 
     def slot(self, owner: Owner, tensor: torch.Tensor, index: int, base: torch.Tensor) -> Slot | None:
         """A slot for a view of input number `index`; None where strides cannot describe it."""
         place = WHOLE if tensor is base else geometry(tensor, base)
         if place is None:
             return None
-        slot = Slot()
-        slot.owner, slot.meta, slot.tensor = owner, meta(tensor), None
+        slot = Slot(owner, meta(tensor))
         self._views.append((weakref.ref(slot), index, place))
         return slot
 
-    def fill(self, region: str, inputs: Sequence[torch.Tensor]) -> None:
+    def fill(self, replay: Filling, inputs: Sequence[torch.Tensor]) -> None:
         """Fills the slots that are views of the call's inputs."""
         for ref, index, place in self._views:
             if (slot := ref()) is not None:
                 view = place.of(inputs[index])
                 if view is None:
                     then, now = self._sides(index, inputs[index])
-                    raise errors.MismatchError(_other_inputs(region, self.name, index, then, now))
-                if type(view) is ShapeOnly:
-                    raise missing(view, self.name)
-                slot.version = view._version
-                slot.stream = _torch.stream_for(view) if slot.owner.streams else None
-                slot.tensor = view
+                    raise errors.MismatchError(_other_inputs(replay.name, self.name, index, then, now))
+                if type(view) is not torch.Tensor:
+                    check_values(view, self.name)
+                replay.fill(slot, view)
 
     def held(self) -> Iterator[torch.Tensor]:
         """The outputs that are kept on the device."""
         for output in self._outputs or ():
-            if isinstance(output, Stored) and type(output.packed) is tuple:
+            if isinstance(output, Kept) and type(output.packed) is tuple:
                 yield output.packed[0]
 
     def check(self, region: str, inputs: Sequence[torch.Tensor]) -> None:
@@ -178,7 +220,7 @@ class SavedCall:
                 raise errors.MismatchError(text)
 
     def result(self, region: str, inputs: Sequence[torch.Tensor], again: Callable[[], Any] | None) -> Any:
-        """Does to the world what the call did, and returns what it returned; calls `again` where values are missing."""
+        """Does to inputs and generators what the call did, and returns its output; `again` makes missing values."""
         fresh = None if again is None else _torch.tree_leaves(again())
         for ambient, value in self._after:
             ambient.restore(value)
@@ -191,20 +233,23 @@ class SavedCall:
         if self._outputs is None:
             raise errors.MismatchError(errors.missed_call(region, self.name))
         leaves = [self._hand_out(region, output, inputs) for output in self._outputs]
-        for place, output in enumerate(self._outputs) if self.values_unused else ():
-            if isinstance(output, Unkept):
-                made = ShapeOnly.make(output.layout, self) if fresh is None else fresh[place].detach()
-                with torch.enable_grad():  # the function may change it in place, which no leaf may be
-                    leaves[place] = made.requires_grad_(output.grad).clone()
+        if self.values_unused:
+            from .shape_only import ShapeOnly
+
+            for place, output in enumerate(self._outputs):
+                if isinstance(output, Unkept):
+                    made = ShapeOnly.make(output.layout, self) if fresh is None else fresh[place].detach()
+                    with torch.enable_grad():  # the function may change it in place, which no leaf may be
+                        leaves[place] = made.requires_grad_(output.grad).clone()
         return leaves[0] if self._spec is None else _torch.tree_unflatten(leaves, self._spec)
 
     def _hand_out(self, region: str, output: Any, inputs: Sequence[torch.Tensor]) -> Any:
-        if isinstance(output, Stored):
+        if isinstance(output, Kept):
             tensor = self._open(region, output).detach()
             if output.grad:
                 tensor.requires_grad_()
-            if isinstance(output.packed, Kept):  # the function may change it in place, and the store's must not change
-                with torch.enable_grad():
+            if isinstance(output.packed, Stored):
+                with torch.enable_grad():  # the function may change it in place, and the store's must not change
                     return tensor.clone()
             return tensor
         if isinstance(output, View):
@@ -223,9 +268,9 @@ class SavedCall:
         found = f"{say(meta(now))}, stride {layout(now)}"
         return f"{say(self._metas[index])}, stride {then}", found
 
-    def _open(self, region: str, stored: Stored) -> torch.Tensor:
+    def _open(self, region: str, stored: Kept) -> torch.Tensor:
         packed = stored.packed
-        if isinstance(packed, Kept):
+        if isinstance(packed, Stored):
             return packed.open()
         tensor, version = packed
         if version_of(tensor) != version:
@@ -269,23 +314,26 @@ class SavedCall:
                 outputs.append(leaf.detach().requires_grad_() if made else leaf)
                 continue
             view = None if self.pure else _view(leaf, inputs)
-            stands_in = self.values_unused and _torch.is_plain(leaf) and leaf.layout is torch.strided
-            unkept = Unkept(TensorLayout.of(leaf), wants_grad(leaf)) if stands_in and view is None else None
-            outputs.append(view or unkept or self._keep(leaf, store))
-        self._outputs = outputs
-        self.finished = True
+            if view is None and self.values_unused and _torch.is_plain(leaf) and leaf.layout is torch.strided:
+                from .shape_only import TensorLayout
 
-    def _keep(self, tensor: torch.Tensor, store: Store | None) -> Stored:
+                outputs.append(Unkept(TensorLayout.of(leaf), wants_grad(leaf)))
+            else:
+                outputs.append(view or self._keep(leaf, store))
+        self._outputs = outputs
+        self.then = Then.TAKES
+
+    def _keep(self, tensor: torch.Tensor, store: Store | None) -> Kept:
         if store is None:
-            return Stored((tensor.detach(), version_of(tensor)), wants_grad(tensor))
-        return Stored(Kept(store, tensor.detach(), self.name), wants_grad(tensor))
+            return Kept((tensor.detach(), version_of(tensor)), wants_grad(tensor))
+        return Kept(Stored(store, tensor.detach(), self.name), wants_grad(tensor))
 
     @tracing.as_it_is
     def pack(
         self,
         inputs: Sequence[torch.Tensor],
         versions: Sequence[int],
-        region_call: Scope | None,
+        scope: Scope | None,
         store: Store | None,
         tensor: torch.Tensor,
     ) -> Packed:
@@ -293,12 +341,12 @@ class SavedCall:
         base: Any = tensor._base
         if base is None:
             base = tensor
-        if region_call is not None and id(base) in region_call.alive:
+        if scope is not None and id(base) in scope.alive:
             return tensor.detach(), tensor._version
         if not (type(base) is type(tensor) is torch.Tensor) and (is_parameter(base) or is_parameter(tensor)):
             return tensor if tensor.is_leaf else tensor.detach(), tensor._version
-        if region_call is not None:
-            slot = None
+        if scope is not None:
+            slot, region_call = None, scope.region_call
             for i, given in enumerate(inputs):
                 if (given is tensor or given is base) and slot is None and given._version == versions[i]:
                     slot = self.slot(region_call, tensor, i, given)
@@ -313,14 +361,14 @@ class SavedCall:
                 if region_call.observers is not None:
                     region_call.observers.dropped(region_call, tensor)
                 return slot
-        return self.hold(tensor, region_call, store)
+        return self.hold(tensor, scope, store)
 
-    def hold(self, tensor: torch.Tensor, region_call: Scope | None, store: Store | None) -> Packed:
+    def hold(self, tensor: torch.Tensor, scope: Scope | None, store: Store | None) -> Packed:
         """Keeps a tensor that the replay does not rebuild."""
         if store is None:
             held = tensor.detach()
             return held, version_of(held)
-        self._leaving.append(Kept(store, tensor.detach(), self.name, later=True))
+        self._leaving.append(Stored(store, tensor.detach(), self.name, later=True))
         return self._leaving[-1]
 
 
@@ -354,7 +402,7 @@ def tensors_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 @tracing.as_it_is
 def record_call(
     run: Run,
-    region_call: Scope | None,
+    scope: Scope | None,
     store: Store | None,
     name: str,
     values_unused: bool,
@@ -367,7 +415,7 @@ def record_call(
 
     Args:
         run: What it is called in.
-        region_call: The same, where that is a region's forward; elsewhere nothing is left to a replay.
+        scope: The same, where that is a region's forward; elsewhere nothing is left to a replay.
         store: Where it keeps its tensors.
         name: Its name.
         values_unused: Whether the values of its output are said not to be needed.
@@ -378,14 +426,13 @@ def record_call(
     """
     inputs = tensors_of(fn, args, kwargs)
     versions = [*map(version_of, inputs)]
-    kind = SavedCall if region_call is None else region_call.saved_call
-    record = kind(name, run.key(), inputs, values_unused, pure)
+    kind = SavedCall if scope is None else scope.region_call.saved_call
+    record = kind(name, inputs, values_unused, pure)
     ambients = () if pure else run.ambients
     before = [ambient.capture() for ambient in ambients] if ambients else ()
-    pack = partial(record.pack, inputs, versions, region_call, store)
+    pack = partial(record.pack, inputs, versions, scope, store)
     pack.__dict__.update(_torch.SEE_THROUGH)
-    records = run.writing().records
-    records.append(record)
+    run.write(record)
     if here.observers is not None:
         fn = here.observers.around("saved call", name, run, fn)
     _torch.push_hooks(pack, unpack)
@@ -401,16 +448,16 @@ def record_call(
             _torch.pop_hooks()
         record.record(result, inputs, versions, store, advanced(ambients, before) if ambients else ())
     except BaseException:  # which the function may catch: a replay makes the call again, for the same error
-        record.emptied = record.repeated = True
+        record.then = Then.REFILLS
         raise
     finally:
         inputs.clear()  # PyTorch keeps a pack hook, and so what it refers to, as long as what it packed
-    if region_call is not None:
-        region_call.alias(record)
+    if scope is not None:
+        scope.alias(record)
     return result
 
 
-def put_all(kept: list[Kept]) -> None:
+def put_all(kept: list[Stored]) -> None:
     """Puts what a call has saved into its store, now that the call is over."""
     try:
         for one in kept:
@@ -427,10 +474,10 @@ def stored_call(store: Store, name: str, fn: Callable[..., Any], args: tuple[Any
         base = tensor if tensor._base is None else tensor._base
         if is_parameter(base) or is_parameter(tensor):
             return tensor if tensor.is_leaf else tensor.detach(), tensor._version
-        kept.append(Kept(store, tensor.detach(), name, later=True))
+        kept.append(Stored(store, tensor.detach(), name, later=True))
         return kept[-1]
 
-    kept: list[Kept] = []
+    kept: list[Stored] = []
     thread.calls += 1  # what is put until the next one is one group of the store's
     _torch.push_hooks(_torch.see_through(pack), unpack)
     try:
@@ -450,11 +497,6 @@ def call_again(
     """Repeats a saved call in a replay, for the values of its output; with history, for gradients asked for there."""
     if here.observers is not None:
         fn = here.observers.around("saved call", name, run, fn)
-    thread.run = None
-    _torch.push_hooks(without_graph, without_graph)  # the region's are not to count what is saved
-    try:
-        with torch.set_grad_enabled(history):
-            return fn(*args, **kwargs)
-    finally:
-        _torch.pop_hooks()
-        thread.run = run
+    own_hooks = without_graph, without_graph  # the region's are not to count what is saved
+    with inside(None, own_hooks), torch.set_grad_enabled(history):
+        return fn(*args, **kwargs)

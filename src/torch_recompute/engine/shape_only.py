@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Generator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,7 +30,8 @@ from .. import _torch, errors
 from .._torch import is_operator
 from .._torch.modes import without_modes
 from .._torch.tensors import each_tensor
-from ..state.values import thread
+from ..state.tape import thread
+from .slots import Read, Unread
 
 aten: Any = torch.ops.aten
 ASK_FOR_LAYOUT = frozenset(
@@ -47,27 +48,6 @@ _MOVES = frozenset(
 _refusing: list[bool] = []
 _said: set[tuple[str, str]] = set()
 DROPOUT = aten.native_dropout.default
-
-
-class Unread(Protocol):
-    """The saved call that produced a shape-only tensor."""
-
-    name: str
-    read: bool  # whether a replay needed its values; it is repeated from then on
-
-
-class Read(BaseException):
-    """Ends a replay that needs values which it does not have.
-
-    Attributes:
-        call: The saved call that they are missing from.
-        op: What needs them.
-    """
-
-    def __init__(self, call: Unread, op: str) -> None:
-        super().__init__(op)
-        self.call = call
-        self.op = op
 
 
 class TensorLayout(NamedTuple):
@@ -102,29 +82,35 @@ class ShapeOnly(torch.Tensor):
         made.call = call
         return made
 
+    def missing(self, op: str) -> BaseException:
+        """Returns the error for an operation that needs values."""
+        if thread.run is not None and thread.run.replaying:
+            return Read(self.call, op)
+        return errors.MismatchError(_read_outside(self.call.name, op))
+
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         """The tensors that it is made of, for those who count bytes: none. Compiled code would be compiled for it."""
         if _torch.being_traced():
-            raise missing(self, "compiled code")
+            raise self.missing("compiled code")
         return [], None
 
     __tensor_unflatten__: Any = None
 
     def tolist(self) -> Any:
         """Raises, for it needs values and runs no operation; as the next three do."""
-        raise missing(self, "tolist()")
+        raise self.missing("tolist()")
 
     def numpy(self, **_: Any) -> Any:
         """Raises, as `tolist` does."""
-        raise missing(self, "numpy()")
+        raise self.missing("numpy()")
 
     def data_ptr(self) -> int:
         """Raises, as `tolist` does."""
-        raise missing(self, "data_ptr()")
+        raise self.missing("data_ptr()")
 
     def __array__(self, *_: Any, **__: Any) -> Any:
         """Raises, as `tolist` does."""
-        raise missing(self, "__array__()")
+        raise self.missing("__array__()")
 
     def __repr__(self, **_: Any) -> str:
         return f"<a tensor without values, from {self.call.name}>"
@@ -141,11 +127,11 @@ class ShapeOnly(torch.Tensor):
             _, mask = func(_blank(tensor, tensor.device), *args[1:], **kwargs)
             return ShapeOnly.make(TensorLayout.of(tensor), tensor.call), mask
         if not goes_through(func):
-            raise missing(tensor, str(func))
+            raise tensor.missing(str(func))
         written = _torch.written_by(func, args, kwargs)
         if written:
             if not all(isinstance(x, ShapeOnly) for x in written):
-                raise missing(tensor, str(func))
+                raise tensor.missing(str(func))
             return written[0]
         with without_modes():
             made = func(*each_tensor(args, _on_meta), **each_tensor(kwargs, _on_meta))
@@ -164,23 +150,14 @@ def _read_outside(call: str, op: str) -> str:
     )
 
 
-def missing(tensor: torch.Tensor, op: str) -> BaseException:
-    """Returns the error for an operation that needs values."""
-    assert isinstance(tensor, ShapeOnly)
-    if thread.run is not None and thread.run.replaying:
-        return Read(tensor.call, op)
-    return errors.MismatchError(_read_outside(tensor.call.name, op))
-
-
 def give_values(region: str, read: Read) -> None:
     """Has the next replay of a region repeat the call whose values were missing; says so once.
 
     Raises:
         MismatchError: It repeated it already, and what is without values is left of an earlier one.
     """
-    if read.call.read:
+    if not read.call.make_again():
         raise errors.MismatchError(_read_outside(read.call.name, read.op)) from None
-    read.call.read = True
     if _refusing:
         raise errors.MismatchError(read.op)
     said = (region, read.call.name)
@@ -207,7 +184,7 @@ def refusing() -> Generator[None]:
 
 
 def goes_through(func: Any) -> bool:
-    """Whether an operation makes each element of one of each tensor, or moves elements, so that it need not be run."""
+    """Whether an operation is elementwise, a view, or moves elements, so that the shape of its result is enough."""
     if not is_operator(func) or torch.Tag.nondeterministic_seeded in func.tags:
         return False
     return func.is_view or torch.Tag.pointwise in func.tags or func in _MOVES

@@ -34,7 +34,7 @@ import itertools
 import operator
 import types
 import weakref
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -43,8 +43,8 @@ from torch import nn
 from .. import _torch, errors
 from .._torch import is_parameter, storage_id, version_of
 from .._torch.tensors import apart, has_history, wants_grad
-from ..stores import Hooks, Kept, Store
-from .exchange import CONTAINERS, Exchange, alike, entries_of
+from ..stores import Hooks, Store, Stored
+from .exchange import CONTAINERS, Exchange, alike, entries_of, note
 
 PLAIN = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size})
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
@@ -67,7 +67,7 @@ class Around(Hooks):
 
 
 class Role(enum.Enum):
-    """The way in which a region came to a tensor: as an argument, in a closure's cell, in something else it holds."""
+    """The ways in which a region reaches a tensor: as an argument, in a closure's cell, through another object."""
 
     ARGUMENT = 0
     CELL = 1
@@ -78,22 +78,18 @@ ARGUMENT, CELL, REACHED = Role
 
 
 class Memory:
-    """A copy of a small memory that a function reaches; tensors that share it share one copy in a replay, too."""
+    """A small memory that a function reaches, and what is in it; tensors that share it share this."""
 
-    __slots__ = ("_copy",)
+    __slots__ = ("_flat", "_then")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         size = tensor.untyped_storage().nbytes() // tensor.element_size()
-        self._copy = tensor.detach().as_strided((size,), (1,), 0).clone()
+        self._flat = tensor.detach().as_strided((size,), (1,), 0)
+        (self._then,) = note([self._flat])
 
-    def open(self, exchange: Exchange, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor over the copy, with the sizes and strides that another has over the memory."""
-        memory = exchange.tensors.get(id(self))
-        if memory is None:
-            memory = exchange.tensors[id(self)] = self._copy.clone()
-            exchange.copies.append(memory)
-        same = memory if memory.dtype is tensor.dtype else memory.view(tensor.dtype)
-        return same.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+    def put_back(self, exchange: Exchange) -> None:
+        """Has the replay find the values of the forward in it."""
+        exchange.want_values(self._flat, self._then)
 
 
 class Held:
@@ -106,54 +102,60 @@ class Held:
         given: Whether the graph of the forward may hold the tensor directly.
     """
 
-    __slots__ = ("_attributes", "_copy", "_grad", "_was", "given", "held", "label", "version")
+    __slots__ = ("_attributes", "_grad", "_in_place", "_memory", "_was", "given", "held", "label", "version")
 
     def __init__(self, tensor: torch.Tensor, label: Any, role: Role, store: Store | None, region: str) -> None:
         self.label, self.version = label, tensor._version
         self.given = store is None and role is not REACHED
         attributes = tensor.__dict__
         self._attributes = dict(attributes) if attributes else None
-        self._copy = self._was = None
+        self._memory = self._was = None
+        self._in_place = False
         self._grad = False
         if store is not None and not is_parameter(tensor):
-            self.held: Any = Kept(store, tensor, region)
+            self.held: Any = Stored(store, tensor, region)
         elif type(tensor) in _ORDINARY and tensor.requires_grad and not tensor._is_view():  # as `apart`, for most
             self._grad = not tensor.is_leaf
             self.held = tensor.detach() if self._grad else tensor
         else:
             self.held = apart(tensor)
             self._grad = self.held is not tensor and wants_grad(tensor)
-            if role is not ARGUMENT and not self._grad and not self.held.requires_grad:
+            if not self._grad and not self.held.requires_grad:
                 self._was = weakref.ref(tensor)
 
     def copy(self, memory: Memory) -> None:
-        """Has replays find the values that it has now, where it is read and changed in place."""
-        self._copy = memory
+        """Has replays find the values that it has now in its memory."""
+        self._memory = memory
 
     def is_in_place(self, tensor: torch.Tensor) -> None:
         """Notes that an object or container holds the tensor, and that a replay is given the tensor itself."""
-        self._was = weakref.ref(tensor)
+        self._was, self._in_place = weakref.ref(tensor), True
 
     @property
     def copied(self) -> bool:
-        """Whether replays find its values in a copy."""
-        return self._copy is not None
+        """Whether replays find the values that it had."""
+        return self._memory is not None
 
     @property
     def may_be_copied(self) -> bool:
         """Whether it has no gradient and is not in a store."""
-        return type(self.held) is not Kept and not self._grad and not self.held.requires_grad
+        return type(self.held) is not Stored and not self._grad and not self.held.requires_grad
+
+    @property
+    def in_store(self) -> bool:
+        """Whether a store has it."""
+        return type(self.held) is Stored
 
     @property
     def with_history(self) -> bool:
         """Whether the tensor itself may not be held by the region, as it has a history or is in a store."""
-        return self._grad or type(self.held) is Kept
+        return self._grad or type(self.held) is Stored
 
     def open(self, exchange: Exchange) -> torch.Tensor:
         """The tensor for a replay: a leaf over the same memory, or the tensor itself."""
         tensor = exchange.tensors.get(id(self))
         if tensor is None:
-            if self._was is not None or self._attributes or type(self.held) is Kept:
+            if self._was is not None or self._attributes or type(self.held) is Stored:
                 tensor = self._open(exchange)
             else:  # as that does, for most
                 tensor = self.held.detach() if self._grad or not self.held.requires_grad else self.held
@@ -167,11 +169,11 @@ class Held:
     def _open(self, exchange: Exchange) -> torch.Tensor:
         held = self.held
         there = None if self._was is None else self._was()
-        if self._copy is not None and (held._version != self.version or held.is_floating_point()):
-            return self._copy.open(exchange, held)
-        if there is not None:
+        if self._memory is not None and (held._version != self.version or held.is_floating_point()):
+            self._memory.put_back(exchange)
+        if there is not None and (self._in_place or not has_history(there)):
             return there
-        if type(held) is Kept:
+        if type(held) is Stored:
             tensor = held.open()
         elif self._grad:
             tensor = held.detach().requires_grad_()
@@ -357,7 +359,11 @@ class Node:
 
 
 class Closure:
-    """A function over what its cells held. The function is not held: it would keep the tensors in its cells alive."""
+    """A function over what its cells held. The function is not held: it would keep the tensors in its cells alive.
+
+    A cell that another function has written to while the forward ran (a hook, a setter beside it) is the replay's own
+    cell as well, as one that the function itself writes to.
+    """
 
     __slots__ = ("_attributes", "_cells", "_code", "_defaults", "_keywords", "_name", "_qualname", "_scope")
 
@@ -365,6 +371,13 @@ class Closure:
         self._code, self._scope, self._attributes = fn.__code__, fn.__globals__, fn.__dict__
         self._name, self._qualname = fn.__name__, fn.__qualname__
         self._cells, self._defaults, self._keywords = cells, defaults, keywords
+
+    def settle(self, cells: Sequence[types.CellType], contents: Sequence[Any]) -> None:
+        """After the forward: keeps the cells that hold something else by now, unless that may lead to the graph."""
+        for i, (cell, content) in enumerate(zip(cells, contents, strict=True)):
+            now = content_of(cell)
+            if now is not content and not _leads_on(now, set()):
+                self._cells[i] = cell
 
     def open(self, exchange: Exchange) -> types.FunctionType:
         """The function again, over fresh cells."""
@@ -423,7 +436,7 @@ def open_(value: Any, exchange: Exchange) -> Any:
 
 
 def open_in(now: Any, value: Any, exchange: Exchange) -> Any:
-    """A value that was taken out of a place, where there is another, or the same, now."""
+    """Opens a value that was taken out of a place; `now` is what the place holds at present."""
     kind = type(value)
     return value.open(exchange, now) if kind is Node or kind is Box else open_(value, exchange)
 
@@ -517,7 +530,18 @@ class Taking:
     """
 
     __slots__ = (
-        *("_held", "_labels", "_left", "_memories", "_shallow", "_spoiled", "_storages", "_taken", "_watched"),
+        *(
+            "_closures",
+            "_held",
+            "_labels",
+            "_left",
+            "_memories",
+            "_shallow",
+            "_spoiled",
+            "_storages",
+            "_taken",
+            "_watched",
+        ),
         *("_watched_versions", "boxes", "generators", "given", "ids", "may_call_modules", "modules", "region"),
         *("store", "views"),
     )
@@ -529,6 +553,7 @@ class Taking:
         self._held: list[Held] = []
         self.boxes: list[Box] = []
         self._spoiled: tuple[Any, int, int] | None = None  # a tensor in a store that the region itself has changed
+        self._closures: list[tuple[Closure, tuple[types.CellType, ...], list[Any]]] = []
         self._labels: list[Any] = []
         self._watched: list[torch.Tensor] = []
         self._watched_versions: list[int] = []
@@ -626,7 +651,7 @@ class Taking:
         """Takes a tensor."""
         held = self._taken.get(id(tensor))
         if held is not None:
-            if type(self.store) is Around and type(held) is Held and role is not REACHED:
+            if type(self.store) is Around and type(held) is Held and held.in_store and role is not REACHED:
                 self.store.put(tensor)
             return held
         key = id(tensor)
@@ -634,14 +659,15 @@ class Taking:
             if role is REACHED:
                 return tensor
             tensor = tensor.clone()
-        held = self._taken[key] = Held(tensor, label, role, None if role is REACHED else self.store, self.region)
+        store = None if role is REACHED or (type(self.store) is Around and _is_small_constant(tensor)) else self.store
+        held = self._taken[key] = Held(tensor, label, role, store, self.region)
         self._held.append(held)
         self.given.append(tensor)
         if held.given:
             self.ids[key] = held.version
         if role is not REACHED and tensor._is_view():
             self.views = True
-        if type(held.held) is not Kept and (role is ARGUMENT or not self._copies(held, tensor)):
+        if type(held.held) is not Stored and (role is ARGUMENT or not self._copies(held, tensor)):
             self._labels.append(label)
             self._watched.append(held.held)
             self._watched_versions.append(held.version)
@@ -748,8 +774,9 @@ class Taking:
         elif not fn.__closure__:
             return fn
         cells: list[Any] = []
-        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-            value = content_of(cell)
+        there = fn.__closure__ or ()
+        contents = [*map(content_of, there)]
+        for name, cell, value in zip(fn.__code__.co_freevars, there, contents, strict=True):
             if name in writes:  # its own state
                 cells.append(cell)
             elif type(value) in PLAIN:
@@ -759,7 +786,9 @@ class Taking:
             else:
                 self.may_call_modules = self.may_call_modules or not _is_of_torch(value)
                 cells.append(self._variable(value, label or f"closure variable '{name}'"))
-        return Closure(fn, cells, defaults, keywords)
+        closure = Closure(fn, cells, defaults, keywords)
+        self._closures.append((closure, there, contents))
+        return closure
 
     def _variable(self, value: Any, label: Any) -> Any:
         """Takes what a cell holds. A function in it is as the region's own; a list or object is read where it is."""
@@ -776,7 +805,7 @@ class Taking:
         return self.take(value, label, REACHED)
 
     def look(self, label: Any, value: Any) -> None:
-        """Finds the tensors, generators and modules among values that are read where they are."""
+        """Collects tensors, to compare their versions, generators and modules among values that are not noted."""
         kind = type(value)
         if kind in PLAIN or id(value) in self._taken:
             return
@@ -803,9 +832,11 @@ class Taking:
         """After the forward: lets go of the tensors themselves, and of containers with histories."""
         if self.store is not None:
             for held, tensor in zip(self._held, self.given, strict=True):
-                if type(held.held) is Kept and tensor._version != held.version:
+                if type(held.held) is Stored and tensor._version != held.version:
                     self._spoiled = held.label, held.version, tensor._version
-        self.given, self.ids, self._taken, self._memories = [], {}, {}, {}
+        for closure, cells, contents in self._closures:
+            closure.settle(cells, contents)
+        self.given, self.ids, self._taken, self._memories, self._closures = [], {}, {}, {}, []
         for box in self.boxes:
             box.settle()
 
@@ -835,6 +866,12 @@ class Taking:
         """Raises a `ChangedError` if a tensor has been changed in place, by the region itself or since."""
         if self._spoiled is not None or [*map(version_of, self._watched)] != self._watched_versions:
             raise errors.ChangedError(self.changed())
+
+
+def _is_small_constant(tensor: torch.Tensor) -> bool:
+    """Whether a region inside another one holds a tensor itself, since to rebuild it would save next to nothing."""
+    plain = type(tensor) is torch.Tensor and not tensor.requires_grad and tensor.layout is torch.strided
+    return plain and not tensor.is_nested and tensor.nbytes <= SMALL
 
 
 def _is_of_torch(value: Any) -> bool:

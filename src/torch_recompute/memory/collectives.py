@@ -42,8 +42,8 @@ from .. import errors
 from .._torch import TorchDispatchMode
 from .._torch.ranks import dispatches, members
 from ..engine.elastic import ElasticCall
-from ..engine.region_call import Contexts
-from ..state.values import thread
+from ..engine.region_call import Contexts, Phase
+from ..state.tape import thread
 
 _NAMESPACES = frozenset(
     {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"}
@@ -144,8 +144,8 @@ class Collectives:
 
     def _in_forward(self, watched: weakref.ref[ElasticCall], operation: str, among: frozenset[int] | None) -> None:
         call = watched()
-        if call is None or call.complete:  # a region inside is replayed under the modes of its forward
-            return
+        if call is None or call.phase is not Phase.FORWARD:
+            return  # a region inside is replayed under the modes of its forward
         self._any = self._any or operation
         saved = call.in_saved_call()
         if saved:
@@ -214,7 +214,7 @@ class Agreement:
 
 def _level(call: ElasticCall | None) -> int:
     """Grades what a call has lost: 0, nothing or all of it; 1, its slots; 2, what its saved calls kept, too."""
-    return 0 if call is None or call.kept else 1 + call.emptied
+    return 0 if call is None or call.resident else 1 + call.emptied
 
 
 def _check_group(group: Any) -> None:

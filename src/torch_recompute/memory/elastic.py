@@ -414,7 +414,7 @@ class _Pool:
         if need <= room:
             return True
         waiting = self.waiting(mine)
-        if mine is not None and room + sum(_part_of(call).held(call) for call in waiting if call.kept) < need:
+        if mine is not None and room + sum(_part_of(call).held(call) for call in waiting if call.resident) < need:
             return False  # it would not fit if everything else went
         for saved in (False, True)[: 1 if mine is not None else 2]:
             for call in waiting:
@@ -574,7 +574,7 @@ class _RegionMemory:
             pool.waits(call)
             if self._agreed_on:
                 self._agreed_on.add(call)
-            if not call.kept:
+            if not call.resident:
                 self._saved.learn(call.size, call.saved_bytes())
             pool.begin(self, AFTER, call)
 
@@ -650,7 +650,7 @@ class _RegionMemory:
     def evict_now(self, call: ElasticCall, saved: bool, to: Any = None) -> bool:
         """Evicts a call that ranks may just have agreed on."""
         with self.pool.lock:
-            kept = call.kept
+            kept = call.resident
             if not call.evict(saved, to, self.collectives.saved):
                 return False
             self.counts["evicted"] += kept
@@ -689,7 +689,7 @@ class _RegionMemory:
             *_, taken = pool.taken()
             before = sum(self._evictions())
             pool.make_room(1 << 62 if attempt else pool.room() + max(1, taken))
-            again = sum(self._evictions()) > before or call.was_kept
+            again = sum(self._evictions()) > before or call.was_resident
             self.counts["run_again"] += again
             return again
 

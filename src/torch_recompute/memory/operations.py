@@ -34,7 +34,7 @@ from .._torch.graphs import ENGINE, caller
 from .._torch.modes import without_modes
 from .._torch.storages import uses
 from ..state.observer import observing, running
-from ..state.values import thread
+from ..state.tape import thread
 from .ledger import laid, leaves, shape_of, storages
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep

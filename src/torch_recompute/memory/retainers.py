@@ -140,9 +140,9 @@ class Retainers:
             elif hook is None:
                 self.note(packed, "savers", label, plain=True)
             elif type(packed) is slots.Slot:
-                if isinstance(packed.tensor, torch.Tensor):  # filled already
-                    self.note(packed.tensor, "savers", label)
-                    self.note(packed.tensor, "regions", packed.owner.name)
+                if isinstance(packed.content, torch.Tensor):  # filled already
+                    self.note(packed.content, "savers", label)
+                    self.note(packed.content, "regions", packed.owner.name)
                 self._region(packed.owner, packed.owner.name)
             elif hook is slots.unpack:
                 for tensor, _ in self._search(packed):

@@ -37,7 +37,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from .. import _torch, errors
 from .._torch.compiler import all_uncompiled
-from .._torch.storages import set_versions, versions_of
+from .._torch.tensors import set_versions, versions_of
 from ..engine.taken import EMPTY, content_of, labelled
 from ..errors.text import counted, grouped, shown, starred, starred_path, table
 from ..state import DEFAULT, Ambient, NumpyRng, PythonRng

@@ -38,7 +38,8 @@ from .._torch.ranks import call_next_mode, dispatches
 from ..memory.ledger import CountedOnce, storages
 from ..region import keep
 from ..state.observer import Observer, Running
-from ..state.values import Run, name_of, replay, thread
+from ..state.tape import Run, thread
+from ..state.values import name_of, replay
 from ..stores import Store
 
 Function = Callable[..., Any]

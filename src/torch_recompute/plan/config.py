@@ -29,7 +29,7 @@ from ..errors.text import starred_path
 from ..memory import saved_activations
 from ..memory.batch import Batch, call_of
 from ..memory.operations import ModuleStack
-from ..state.values import thread
+from ..state.tape import thread
 from . import settings
 from .apply import apply
 from .choice import PRODUCT, Choice, Target, joined

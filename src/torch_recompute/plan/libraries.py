@@ -28,7 +28,8 @@ import torch
 from torch import nn
 
 from .. import errors
-from ..state.values import replay, thread
+from ..state.tape import thread
+from ..state.values import replay
 from .wrappers import ForwardWrapper, Region
 
 ENABLE = ("activation_checkpointing_enable", "gradient_checkpointing_enable", "enable_gradient_checkpointing")

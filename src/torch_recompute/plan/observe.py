@@ -26,7 +26,8 @@ from ..memory.ledger import CountedOnce
 from ..memory.meter import Stamp, between, stamp
 from ..memory.operations import Operation, Operations
 from ..state.observer import Observer, Running, running
-from ..state.values import Run, save_for_recompute
+from ..state.tape import Run, thread
+from ..state.values import save_for_recompute
 from ..stores import Store
 from .calls import Compare, Picks
 
@@ -88,10 +89,11 @@ class Figures(Observer):
             first = self.saved_bytes is None or inner
             if first:
                 self.saved_bytes, self._first, self._dropped = 0, weakref.ref(region_call), CountedOnce()
-        if first and self._compare and not region_call.replaying and not capturing():
+        run: Any = thread.run
+        if first and self._compare and not run.replaying and not capturing():
             picks = Picks()
             save_for_recompute(picks, key=COMPARED)
-            with Compare(region_call, picks):
+            with Compare(run, picks):
                 yield
         else:
             yield
@@ -115,7 +117,7 @@ class Figures(Observer):
     @contextmanager
     def _replay(self, run: Run) -> Generator[None]:
         """Around the function in a replay. One that is captured in a CUDA graph does not run, and cannot be timed."""
-        then = None if run.record is None else run.record.values.get(COMPARED)
+        then = run.tape.values.get(COMPARED)
         with self._timed(), nullcontext() if then is None else Compare(run, *then.get(run.name), seen=self._decided):
             yield
 

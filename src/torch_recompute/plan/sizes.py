@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from .. import _torch
-from ..state.values import Overrides, thread
+from ..state.tape import Overrides, thread
 from .choice import Choice
 from .plan import Plan, fits, shape_in_words
 from .wrappers import ForwardWrapper

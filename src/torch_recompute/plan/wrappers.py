@@ -41,7 +41,7 @@ from ..errors.text import starred_path
 from ..region import Pool, keep, no_effect, run, trace
 from ..state import DEFAULT
 from ..state.observer import here, observing
-from ..state.values import Overrides, thread
+from ..state.tape import Overrides, thread
 from ..stores import Store
 from . import traced
 from .calls import KeepCalls, RepeatedAttention, run_keeping

@@ -24,14 +24,14 @@ import itertools
 import operator
 import random
 import threading
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from .. import _torch, errors
 from .._torch.devices import captured_state, capturing, set_captured_state
-from .._torch.tensors import each_once
+from .._torch.tensors import each_once, set_versions, versions_of
 
 
 class CpuRng:
@@ -304,6 +304,23 @@ def _put(pairs: Alike) -> None:
                 tensors[0].copy_(values[0])
 
 
+def swap_in(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> Callable[[], None]:
+    """Writes values into tensors; what it returns writes back those that were there. Versions are as before then."""
+    plain = torch.strided
+    writable = [t if t.layout is plain and t.is_contiguous() else _writable(t) for t in tensors]
+    groups = [*_alike(writable)]
+    versions = versions_of(tensors)
+    with torch.no_grad():
+        before = [([writable[i] for i in some], _clones([writable[i] for i in some])) for some in groups]
+    _put([([writable[i] for i in some], [values[i] for i in some]) for some in groups])
+
+    def undo() -> None:
+        _put(before)
+        set_versions(versions)
+
+    return undo
+
+
 _CPU = torch.device("cpu")
 _kind = operator.attrgetter("layout", "is_nested", "device", "dtype")
 
@@ -334,7 +351,7 @@ DEFAULT: tuple[Ambient, ...] = (CPU_RNG,) if _torch.ACCELERATOR is None else (CP
 
 
 def advanced(ambients: Sequence[Ambient], before: Sequence[Any]) -> list[tuple[Ambient, Any]]:
-    """The consumables that a saved call has advanced, each with its state after the call."""
+    """The ambients whose state a saved call has changed, each with its state after the call."""
     after = [(ambient, ambient.capture()) for ambient in ambients]
     return [
         (ambient, now)

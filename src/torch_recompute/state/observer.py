@@ -88,7 +88,7 @@ class Observers:
 
     def dropped(self, region_call: Any, tensor: torch.Tensor) -> None:
         """Passes on a tensor, unless the call keeps what it saves."""
-        for observer in () if region_call.kept else self.each:
+        for observer in () if region_call.resident else self.each:
             observer.dropped(region_call, tensor)
 
 

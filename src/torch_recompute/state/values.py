@@ -5,20 +5,15 @@ branch taken. `save_for_recompute` / `get_recompute_data` are RoundPipe's words 
 belongs to one call of one region (not to a layer, so microbatches, nested regions and threads cannot mix), and
 `get_recompute_data` always returns a tuple. `replay(fn)` says the same in one word.
 
-A `CallRecord` is what one call of a region leaves for its replays: its values, the records of its saved calls in order,
-and the records of regions nested in it. A `Run` is one execution of the function on one thread, in forward or as a
-replay, reading or writing a record. The run that the present thread is in is the only thread-local state; there is no
-flag on a module or a process. When an outer region is replayed, an inner one runs as an ordinary forward again, but
-over the record that the first forward left: so its saved calls are skipped and its values found there too.
+What is carried lies on the tape of the region's call (`tape.py`).
 """
 
 from __future__ import annotations
 
 import functools
-import threading
 import types
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -27,161 +22,10 @@ from .._torch import is_parameter, tracing, version_of
 from .._torch.devices import capturing
 from . import Ambient, advanced
 from .observer import here
+from .tape import Entry, inside, thread
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-Key = tuple[float, float]
-"""A moment of a region's forward: how many tensors it had saved by then, and a running number among equals."""
-
-
-class CallRecord:
-    """The record of one call of a region, for its replays.
-
-    Attributes:
-        values: What `save_for_recompute` saved, by key.
-        records: What `replay` and `no_recompute` left, in order of their calls.
-        children: The records of nested regions in order, each with the moment at which the region ended.
-        not_needed: Set once no replay of the enclosing region gets as far as this one.
-        live: For each tensor saved, and each nested region, whether the graph still held it when the forward ended;
-            noted only where there are values. Dead entries only produced a value.
-    """
-
-    __slots__ = ("children", "live", "records", "not_needed", "values")
-
-    def __init__(self) -> None:
-        self.values: dict[Hashable, Values] = {}
-        self.records: list[Any] = []
-        self.children: list[tuple[Key, CallRecord | None]] = []
-        self.not_needed = False
-        self.live: tuple[Sequence[bool], Sequence[bool]] = ((), ())
-
-
-class Run:
-    """One execution of a region's function.
-
-    Attributes:
-        name: The region's name, for errors.
-        record: Where it writes (forward) or what it reads (replaying); None while there is nothing in it.
-        replaying: Whether the function is being run again.
-        ambients: The generators and states that a saved call in it may advance.
-    """
-
-    record: CallRecord | None = None
-    replaying = False
-    modules: Any = None  # of a region's forward: what its own modules held
-    _next_record = _next_child = 0
-
-    def __init__(self, name: str, ambients: Sequence[Ambient] = ()) -> None:
-        self.name = name
-        self.ambients = ambients
-
-    def read(self, record: CallRecord | None) -> None:
-        """Makes this a replay over what the forward left."""
-        self.record, self.replaying = record, True
-
-    def saved(self) -> int:
-        """Counts the tensors of its own that the run has saved by now."""
-        return 0
-
-    def key(self) -> Key:
-        """The present moment."""
-        record = self.record
-        return (self.saved(), 0 if record is None else len(record.records) + len(record.children))
-
-    def event(self) -> None:
-        """Called before the run goes on to a nested region, a choice or a saved call; a replay may end here."""
-
-    def writing(self) -> CallRecord:
-        """The record to write to."""
-        if self.record is None:
-            self.record = CallRecord()
-        return self.record
-
-    def next_record(self, kind: type, name: str) -> Any:
-        """The record that the forward wrote at this point.
-
-        Raises:
-            MismatchError: The forward wrote none, or one of another kind or name.
-        """
-        self.event()
-        records = () if self.record is None else self.record.records
-        record: Any = records[self._next_record] if self._next_record < len(records) else None
-        if not isinstance(record, kind) or record.name != name:
-            had = "made no more saved calls or choices" if record is None else f"reached {record.name}(...)"
-            raise errors.MismatchError(
-                f"the replay of {self.name} reached {name}(...) where its forward {had}.\n{errors.WHY}"
-            )
-        self._next_record += 1
-        return record
-
-    def moment(self) -> tuple[int, int, int]:
-        """Counts the tensors saved, the saved calls and choices made, and the nested regions entered."""
-        record = self.record or CallRecord()
-        return self.saved(), len(record.records), len(record.children)
-
-    def skip(self, saved: int, records: int, children: int) -> bool:
-        """Goes on at the moment at which a value was saved, where the replay leaves out the work before it.
-
-        It does so if nothing in between was part of the graph; else the value is read early and the work redone.
-        """
-        assert self.record is not None
-        slots, regions = self.record.live
-        behind = self.saved() > saved or self._next_record > records or self._next_child > children
-        if behind or any(slots[self.saved() : saved]) or any(regions[self._next_child : children]):
-            return False
-        self._next_record, self._next_child = records, children
-        return True
-
-    def next_child(self) -> CallRecord | None:
-        """The record that the forward's nested region left at this point."""
-        children = () if self.record is None else self.record.children
-        self._next_child += 1
-        return children[self._next_child - 1][1] if self._next_child <= len(children) else None
-
-
-class Overrides(Protocol):
-    """Decides, from outside, about calls that the author of a model gave a name."""
-
-    @property
-    def around(self) -> Overrides | None:
-        """The enclosing overrides, if any."""
-
-    def saved_call(self, name: str, fn: Callable[..., Any]) -> Callable[..., Any] | None:
-        """Returns what is called in the place of a saved call of this name; None to leave it as it is written."""
-
-    def region(self, name: str) -> None:
-        """Called when a region of this name is called."""
-
-
-class Thread(threading.local):
-    """Per-thread execution state.
-
-    Attributes:
-        run: The run that the thread is in; None outside of every region, and inside a saved call.
-        overrides: Decides about calls with a name; None without one. A replay has that of its forward.
-        calls: How many calls of regions it has begun; what is put into a store meanwhile belongs together.
-        modules: What receives the modules that are called, while a region runs whose function is no module.
-        calls_hidden: Whether modules are called in compiled code, where no hook sees it: a region then reads all
-            modules that its function holds, with all below them.
-        waiting: The results of regions that wait to be discarded, by storage (`engine/discard.py`).
-        traced: Whether `torch.compile` is tracing a region here.
-        untraced: Whether this is in a region that it could not trace: saved calls and choices in it run as they are.
-    """
-
-    def __init__(self) -> None:
-        # Not on the class: the compiler guards what it finds, and would find an object that has more by the first call.
-        self.run: Run | None = None
-        self.overrides: Overrides | None = None
-        self.calls = 0
-        self.modules: Any = None
-        self.calls_hidden = False
-        self.waiting: dict[int, Any] = {}
-        self.traced = self.untraced = False
-
-
-thread = Thread()
 
 
 class Values:
@@ -190,10 +34,10 @@ class Values:
     Tensors are held and returned detached: one that is changed in place later has a history that may lead back to here.
     """
 
-    __slots__ = ("_leaves", "_spec", "_versions", "moment")
+    __slots__ = ("_leaves", "_spec", "_versions", "place")
 
-    def __init__(self, tree: Any, moment: tuple[int, int, int] = (0, 0, 0)) -> None:
-        self.moment = moment
+    def __init__(self, tree: Any, place: int = 0) -> None:
+        self.place = place  # of the tape, where they were saved
         leaves, self._spec = _torch.tree_flatten(tree)
         self._leaves = list(map(_without_history, leaves))
         self._versions = [version_of(x) if isinstance(x, torch.Tensor) else 0 for x in self._leaves]
@@ -267,8 +111,8 @@ def save_for_recompute(*data: Any, key: Hashable = None) -> None:
         )
     if capturing():
         _check_in_graph(data, run.name)
-    record = run.writing()
-    if key in record.values:
+    values = run.tape.values
+    if key in values:
         under = "without a key" if key is None else f"under key={key!r}"
         raise errors.SaveError(
             f"save_for_recompute was called twice {under} in one call of {run.name}; the second would overwrite the "
@@ -277,7 +121,7 @@ def save_for_recompute(*data: Any, key: Hashable = None) -> None:
             'get_recompute_data(key="router")\n'
             "  or wrap the choice in one word:  indices = replay(choose)(scores)"
         )
-    record.values[key] = Values(data, run.moment())
+    values[key] = Values(data, run.place())
 
 
 @tracing.as_it_is
@@ -314,9 +158,9 @@ def get_recompute_data(key: Hashable = None) -> tuple[Any, ...]:
             "              else: indices = choose(scores); save_for_recompute(indices)\n"
             "  or say it in one word:  indices = replay(choose)(scores)"
         )
-    values = {} if run.record is None else run.record.values
+    values = run.tape.values
     if key in values:
-        run.skip(*values[key].moment)
+        run.go_on_at(values[key].place)
         return values[key].get(run.name)
     if key is None:
         return ()
@@ -327,18 +171,19 @@ def get_recompute_data(key: Hashable = None) -> tuple[Any, ...]:
     )
 
 
-class ReplayedValue(NamedTuple):
-    """The record of one `replay` call."""
+class ReplayedValue(Entry):
+    """The result of one `replay` call."""
 
-    name: str
-    values: Values
-    after: list[tuple[Ambient, Any]]
+    __slots__ = ("_after", "_values")
+
+    def __init__(self, name: str, values: Values, after: Sequence[tuple[Ambient, Any]]) -> None:
+        self.name, self._values, self._after = name, values, after
 
     def result(self, region: str) -> Any:
         """Returns the result of the choice; random numbers that it drew are skipped."""
-        for ambient, value in self.after:
+        for ambient, value in self._after:
             ambient.restore(value)
-        return self.values.get(region)
+        return self._values.get(region)
 
 
 def kept_in_graph(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -413,14 +258,13 @@ def replay(fn: Callable[P, R]) -> Callable[P, R]:
         if run is None:
             return fn(*args, **kwargs)
         if run.replaying:
-            return run.next_record(ReplayedValue, name).result(run.name)
+            return run.read(ReplayedValue, name).result(run.name)
         before = [ambient.capture() for ambient in run.ambients]
         in_graph = capturing()
-        thread.run = None
-        _torch.push_hooks(without_graph, without_graph)
+        called = fn if here.observers is None else here.observers.around("choice", name, run, fn)
         try:
-            called = fn if here.observers is None else here.observers.around("choice", name, run, fn)
-            result = called(*args, **kwargs)
+            with inside(None, (without_graph, without_graph)):
+                result = called(*args, **kwargs)
         except RuntimeError as error:
             if in_graph and "captur" in str(error):
                 first = str(error).split("\n")[0]
@@ -431,9 +275,6 @@ def replay(fn: Callable[P, R]) -> Callable[P, R]:
                     "capture."
                 ) from error
             raise
-        finally:
-            _torch.pop_hooks()
-            thread.run = run
         if in_graph:
             _check_in_graph(result, name)
         if found := _first_with_grad(result):
@@ -443,7 +284,7 @@ def replay(fn: Callable[P, R]) -> Callable[P, R]:
                 "  Return indices, masks or sizes only: replay(lambda s: s.topk(2).indices); keep a differentiable "
                 "result with no_recompute(fn)."
             )
-        run.writing().records.append(ReplayedValue(name, Values(result), advanced(run.ambients, before)))
+        run.write(ReplayedValue(name, Values(result), advanced(run.ambients, before)))
         return result
 
     return named_as(fn, choose, replay)

@@ -11,7 +11,7 @@ same order; `measured.py` measures how fast the copies are, and keeps all that i
 
 from typing import TYPE_CHECKING
 
-from .store import Hooks, Kept, OnDevice, Store
+from .store import Hooks, OnDevice, Store, Stored
 
 if TYPE_CHECKING:
     from .disk import OnDisk
@@ -32,4 +32,4 @@ else:
         return sorted({*globals(), *__all__})
 
 
-__all__ = ["Bandwidth", "Hooks", "Kept", "OnDevice", "OnDisk", "OnHost", "Store", "bandwidth"]
+__all__ = ["Bandwidth", "Hooks", "Stored", "OnDevice", "OnDisk", "OnHost", "Store", "bandwidth"]

@@ -64,7 +64,7 @@ class Hooks:
         return self._unpack(handle)
 
 
-class Kept:
+class Stored:
     """One tensor in a store, checked when it comes back.
 
     Args:

@@ -33,7 +33,7 @@ from .. import errors
 from .._torch import storage_id
 from .._torch.storages import Memory, is_fake
 from .._torch.tensors import unexpanded
-from ..state.values import thread
+from ..state.tape import thread
 
 
 class Mark(NamedTuple):
