@@ -464,6 +464,7 @@ each("is_emptied", [False, True, False], torch.ones(3), EMPTIED, torch.eye(2).to
 row("same_bytes", [True, False, False], lambda t: [t.same_bytes(STATE, x) for x in (STATE.clone(), OTHER, STATE[:-1])])
 row("same_bytes", True, lambda t: t._differ(STATE.data_ptr(), OTHER.data_ptr(), 5056))  # Windows has memcmp elsewhere
 row("bytes_of write_bytes", True, lambda t: torch.equal(t.write_bytes(OTHER.clone(), t.bytes_of(STATE)), STATE))
+row("holds_bytes", [True, False, False], lambda t: [t.holds_bytes(x, bytes(STATE)) for x in (STATE, OTHER, STATE[:-1])])
 # Containers are what pytrees take apart, and nothing else.
 each("is_container", [True] * 5, (1,), [], {}, OrderedDict(), Pair(1, 2))
 each("node_of", [None] * 3, torch.ones(1), "text", {1})

@@ -200,6 +200,12 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
     return ctypes.string_at(tensor.data_ptr(), tensor.numel())
 
 
+def holds_bytes(tensor: torch.Tensor, content: bytes) -> bool:
+    """Whether a contiguous CPU tensor of bytes holds these."""
+    size = tensor.numel()
+    return size == len(content) and not _compare(tensor.data_ptr(), content, size)
+
+
 def write_bytes(tensor: torch.Tensor, content: bytes) -> torch.Tensor:
     """Writes bytes into a contiguous CPU tensor of as many, and returns it."""
     ctypes.memmove(tensor.data_ptr(), content, tensor.numel())

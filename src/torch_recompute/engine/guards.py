@@ -168,9 +168,8 @@ class Generators:
         """After the forward: notes which of them stand where they did."""
         global _undrawn
         if self._cpu is not None and _torch.same_bytes(self._cpu, _cpu_state()):
-            found = _torch.bytes_of(self._cpu)
-            if found != _undrawn:
-                _undrawn = found
+            if not _torch.holds_bytes(self._cpu, _undrawn):
+                _undrawn = _torch.bytes_of(self._cpu)
             self._cpu, self._undrawn = None, _undrawn
         if self._then:
             each, self._then = self._then, []
@@ -235,7 +234,7 @@ class Generators:
         if self._undrawn is None:
             return None
         now = _cpu_state() if stand_in.now is None else CPU_RNG.capture()
-        return None if _torch.bytes_of(now) == self._undrawn else _torch.write_bytes(now, self._undrawn)
+        return None if _torch.holds_bytes(now, self._undrawn) else _torch.write_bytes(now, self._undrawn)
 
 
 def _can_stand_in(state: Any) -> bool:

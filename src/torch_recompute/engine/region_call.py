@@ -198,8 +198,8 @@ class Replay(Run):
         region_call, ids, sequence_number = self._region_call, self._ids, _torch.sequence_number
         opened = self._opened
         entries, held, reference, check = self.tape.entries, HELD, weakref.ref, region_call.options.check != "none"
-        count, fingerprints, plain, memories = len(entries), self._fingerprints, torch.Tensor, self._memories
-        streams = region_call.streams
+        count, fingerprints, plain = len(entries), self._fingerprints, torch.Tensor
+        special = bool(self._memories or region_call.streams)
 
         def pack(tensor: torch.Tensor, finished: bool = False) -> Packed:
             place = self._place
@@ -220,7 +220,7 @@ class Replay(Run):
             if slot is not None:
                 if check and (slot.meta != meta(tensor) or id(tensor) in ids):
                     self._differs(slot, tensor)
-                if memories or streams:
+                if special:
                     self.fill(slot, rebuilt)
                 else:
                     slot.fill(rebuilt)

@@ -374,8 +374,7 @@ class Closure:
 
     def settle(self, cells: Sequence[types.CellType], contents: Sequence[Any]) -> None:
         """After the forward: keeps the cells that hold something else by now, unless that may lead to the graph."""
-        for i, (cell, content) in enumerate(zip(cells, contents, strict=True)):
-            now = content_of(cell)
+        for i, (cell, now, content) in enumerate(zip(cells, contents_of(cells), contents, strict=True)):
             if now is not content and not _leads_on(now, set()):
                 self._cells[i] = cell
 
@@ -398,6 +397,17 @@ class Closure:
 
 def _cell(content: Any) -> types.CellType:
     return types.CellType() if content is EMPTY else types.CellType(content)
+
+
+_content_of: Callable[[types.CellType], Any] = operator.attrgetter("cell_contents")
+
+
+def contents_of(cells: Sequence[types.CellType]) -> list[Any]:
+    """The contents of a closure's cells."""
+    try:
+        return [*map(_content_of, cells)]
+    except ValueError:  # one has none yet
+        return [*map(content_of, cells)]
 
 
 def content_of(cell: types.CellType) -> Any:
@@ -775,7 +785,7 @@ class Taking:
             return fn
         cells: list[Any] = []
         there = fn.__closure__ or ()
-        contents = [*map(content_of, there)]
+        contents = contents_of(there)
         for name, cell, value in zip(fn.__code__.co_freevars, there, contents, strict=True):
             if name in writes:  # its own state
                 cells.append(cell)
@@ -835,7 +845,8 @@ class Taking:
                 if type(held.held) is Stored and tensor._version != held.version:
                     self._spoiled = held.label, held.version, tensor._version
         for closure, cells, contents in self._closures:
-            closure.settle(cells, contents)
+            if not all(map(operator.is_, contents_of(cells), contents)):
+                closure.settle(cells, contents)
         self.given, self.ids, self._taken, self._memories, self._closures = [], {}, {}, {}, []
         for box in self.boxes:
             box.settle()
