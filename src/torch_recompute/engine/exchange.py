@@ -3,9 +3,10 @@
 A replay must find lists, objects and modules as the forward found them. Where one holds something else by then, the
 replay's contents are written into that same object, and afterwards those that were there are written back. The values
 of buffers, and of small tensors that a function reaches, are written into their own memory likewise: whatever else
-shares it, another module, a view or a global, finds them too. Two threads
-must not do so to one object at once: each thread that writes owns the objects that it writes to, and only these, for
-the length of its replay. A replay that finds everything as it was owns nothing and waits for nobody.
+shares it, another module, a view or a global, finds them too.
+
+Two threads must not do so to one object at once: each thread that writes owns the objects that it writes to, and only
+these, for the length of its replay. A replay that finds everything as it was owns nothing and waits for nobody.
 
 A thread that owns an object, or is inside another replay, never waits: the other thread may be waiting for it, in a
 lock or in a collective, for ever. It raises, and names both regions. Every other thread waits, without a limit, until
@@ -170,8 +171,7 @@ class Exchange:
         if self.waits:
             return False
         mine = [*self.modules] if isinstance(self.modules, dict) else []  # another thread may add to it
-        owners = [*self.wanted, *self.values.values()]
-        return any(key in keys for key in (*mine, *[id(owner) for owner, _, _ in owners]))
+        return any(key in keys for key in (*mine, *[id(owner) for owner, _, _ in self.wanted]))
 
     def is_busy(self, owner: Any) -> bool:
         """Whether another thread's replay has put something into an object, which it will take out again."""
@@ -184,7 +184,7 @@ class Exchange:
         if owners:
             with _changed:
                 me = threading.get_ident()
-                WAITING.append(me)  # before it looks, so that whoever leaves after that wakes it
+                WAITING.append(me)  # before it looks, so that a replay that ends after that wakes it
                 try:
                     while True:
                         others, owners = self._differing()

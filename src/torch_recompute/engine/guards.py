@@ -23,6 +23,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from .._torch.modes import ends_silently
 from ..state import CPU_RNG, GENERATORS, Ambient, GeneratorRng, InGraph, elsewhere, same, stand_in, undrawn
 from .exchange import CONTAINERS, OWNED, READING, WAITING, Exchange, woken
 from .modules import Modules
-from .taken import PLAIN, Taking, is_config, open_, written_in_c
+from .taken import PLAIN, Taking, forget, is_config, open_, written_in_c
 
 Undo = Callable[[], None]
 
@@ -126,7 +127,7 @@ def _is_atom(kind: type[Any]) -> bool:
 
 _turn = threading.RLock()  # of the replay that has set the process's generators; nobody waits for it
 _drawing: dict[int, weakref.ref[threading.Thread]] = {}
-"""The threads that have called regions which draw random numbers, by their number."""
+"""The threads that have called regions which draw random numbers, by their identity."""
 _undrawn = b""
 """The state in which a region last found the CPU's generator and left it: regions in a row hold this one object."""
 _cpu_state, _set_cpu_state = torch.default_generator.get_state, torch.default_generator.set_state
@@ -179,7 +180,9 @@ class Generators:
                 elif type(then) is not InGraph:
                     self._still.append((ambient, then))
         if (self._cpu is not None or self._then) and _torch.graph_task_id() == -1:
-            _drawing[threading.get_ident()] = weakref.ref(threading.current_thread())
+            thread = threading.current_thread()
+            if id(thread) not in _drawing:
+                _drawing[id(thread)] = weakref.ref(thread, partial(forget, _drawing, id(thread)))
 
     @property
     def drawn(self) -> list[tuple[Ambient, Any]]:

@@ -40,7 +40,7 @@ from .._torch import version_of, version_of_dict
 from .._torch.modes import unwatch_calls, watch_calls
 from ..state.tape import thread
 from .exchange import CONTAINERS, Exchange, Noted, alike, note, put
-from .taken import PLAIN, REACHED, SMALL, Taking, changed_weight, is_config, is_plain_tuple, open_in
+from .taken import PLAIN, REACHED, SMALL, Taking, changed_weight, forget, is_config, is_plain_tuple, open_in
 
 _TABLES = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks")
 _MORE_HOOKS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
@@ -150,7 +150,7 @@ def _modules_below(root: nn.Module) -> tuple[list[nn.Module], _Tree]:
             return modules, found[1]
     modules = list(root.modules())
     tree = _Tree(modules)
-    _trees[id(root)] = weakref.ref(root, functools.partial(_forget, _trees, id(root))), tree
+    _trees[id(root)] = weakref.ref(root, functools.partial(forget, _trees, id(root))), tree
     return modules, tree
 
 
@@ -158,14 +158,8 @@ def _alone(root: nn.Module) -> _Tree:
     """The tree of a module without what is below it."""
     found = _single.get(id(root))
     if found is None or found[0]() is not root:
-        found = _single[id(root)] = weakref.ref(root, functools.partial(_forget, _single, id(root))), _Tree([root])
+        found = _single[id(root)] = weakref.ref(root, functools.partial(forget, _single, id(root))), _Tree([root])
     return found[1]
-
-
-def _forget(trees: dict[int, Any], key: int, ref: Any) -> None:
-    found = trees.get(key)  # an argument, since the module's names are gone when the interpreter ends
-    if found is not None and found[0] is ref:
-        del trees[key]
 
 
 class Buffer:
@@ -404,9 +398,9 @@ class Modules:
         for place in self._hooks:
             table = self._dicts[place]
             self._then[place] = {key: hook for key, hook in self._then[place].items() if key in table}
-        for one in self._buffers:
-            one.settle()
-        self._unchanged = [one for one in self._buffers if one.then is None]
+        for buffer in self._buffers:
+            buffer.settle()
+        self._unchanged = [buffer for buffer in self._buffers if buffer.then is None]
         if self._taking is not None:
             self._taking.settle()
 
@@ -417,10 +411,10 @@ class Modules:
             for tensor, then, version in zip(self.weights, self.weight_versions, now, strict=True):
                 if version != then:
                     return changed_weight(self._name_of(tensor), self._region, then, version)
-        for one in self._unchanged:
-            tensor = one.tensor
-            if tensor is not None and one.changed():
-                return changed_weight(self._name_of(tensor), self._region, one.version, tensor._version)
+        for buffer in self._unchanged:
+            tensor = buffer.tensor
+            if tensor is not None and buffer.changed():
+                return changed_weight(self._name_of(tensor), self._region, buffer.version, tensor._version)
         return "" if self._taking is None else self._taking.changed()
 
     def check(self) -> None:
@@ -433,7 +427,7 @@ class Modules:
 
     def put_back(self) -> frozenset[int]:
         """The storages of the buffers whose values a replay puts back."""
-        buffers = [one.was() for one in self._buffers if one.then is not None]
+        buffers = [buffer.was() for buffer in self._buffers if buffer.then is not None]
         return frozenset(_torch.storage_id(tensor) for tensor in buffers if tensor is not None)
 
     def _name_of(self, tensor: torch.Tensor) -> str:
@@ -502,9 +496,9 @@ class Modules:
                 content[name] = now if mine else _opened(one, now, exchange, None)
             put(entries, self._complete(i, entries, content))
         with torch.no_grad(), _torch.versions_kept():
-            for one in self._buffers:
-                if one.tensor is not None and one.then is not None:
-                    one.tensor.copy_(one.then[0])
+            for buffer in self._buffers:
+                if buffer.tensor is not None and buffer.then is not None:
+                    buffer.tensor.copy_(buffer.then[0])
 
 
 def _opened(value: Any, now: Any, exchange: Exchange, owner: nn.Module | None) -> Any:

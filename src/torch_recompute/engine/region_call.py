@@ -5,9 +5,9 @@ store made of them), the state it was made in, and the tape, which refers to slo
 and they the call. When the last slot dies, so does everything.
 
 A `Replay` runs the function again and goes along the tape. Its pack hook puts each tensor, detached, into the slot of
-its turn, if it has one: what the graph has held since the forward is passed by. So the
-forward alone distinguishes inputs and stored outputs from the rest. A replay could not: one tensor of the forward may
-be two there, if it is an input and also a global, a carried value, or the output of a saved call.
+its turn, if it has one: what the graph has held since the forward is passed by. So the forward alone distinguishes
+inputs and stored outputs from the rest. A replay could not: one tensor of the forward may be two there, if it is an
+input and also a global, a carried value, or the output of a saved call.
 
 Returning the tensor itself from a pack hook would tie an operation's output to its own node and leak (softmax, exp), so
 what the replay's own graph holds is the detached tensor too; that graph is dropped at once. A tensor that requires no

@@ -81,7 +81,6 @@ class Owning(Owner, Protocol):
     saved_call: type[SavedCall]
     taking: Taking
     observers: Observers | None
-    resident: bool
 
 
 class Scope(Protocol):

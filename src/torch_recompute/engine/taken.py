@@ -142,11 +142,6 @@ class Held:
         return type(self.held) is not Stored and not self._grad and not self.held.requires_grad
 
     @property
-    def in_store(self) -> bool:
-        """Whether a store has it."""
-        return type(self.held) is Stored
-
-    @property
     def with_history(self) -> bool:
         """Whether the tensor itself may not be held by the region, as it has a history or is in a store."""
         return self._grad or type(self.held) is Stored
@@ -224,7 +219,7 @@ class Box:
             if any(_leads_on(one, seen) for one in (*_values(inside_of(self._object)), *_values(self._content))):
                 self._empty, self._object = _emptied(self._object), None
             elif not TAKEN.isdisjoint(map(type, _values(self._content))):
-                _ASKED[id(self)] = weakref.ref(self, functools.partial(_forget, _ASKED, id(self)))
+                _ASKED[id(self)] = weakref.ref(self, functools.partial(forget, _ASKED, id(self)))
 
     def leads_on(self, seen: set[int]) -> bool:
         """Whether it may lead to a graph, or is not held itself."""
@@ -661,7 +656,8 @@ class Taking:
         """Takes a tensor."""
         held = self._taken.get(id(tensor))
         if held is not None:
-            if type(self.store) is Around and type(held) is Held and held.in_store and role is not REACHED:
+            stored = type(held) is Held and type(held.held) is Stored
+            if stored and type(self.store) is Around and role is not REACHED:
                 self.store.put(tensor)
             return held
         key = id(tensor)
@@ -925,7 +921,7 @@ def _look_at(code: types.CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
             more, written = _look_at(const)
             names.update(more)
             writes.update(written)
-    entry = weakref.ref(code, functools.partial(_forget, _codes, id(code))), tuple(sorted(names)), frozenset(writes)
+    entry = weakref.ref(code, functools.partial(forget, _codes, id(code))), tuple(sorted(names)), frozenset(writes)
     _codes[id(code)] = entry
     return entry[1:]
 
@@ -943,7 +939,8 @@ def labelled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, t
     return taking.given_labels()
 
 
-def _forget(cache: dict[int, Any], key: int, ref: Any) -> None:
+def forget(cache: dict[int, Any], key: int, ref: Any) -> None:
+    """Drops an entry of a cache by identity, or of one that begins with the weak reference, when its object dies."""
     found = cache.get(key)  # an argument, since the names of this module are gone when the interpreter ends
     if found is ref or (type(found) is tuple and found[0] is ref):
         del cache[key]
