@@ -602,6 +602,7 @@ class Function:
         exchange = Exchange("block")
         opened = open_(self._taken, exchange)
         exchange.enter()
+        exchanges.OWNED.clear()  # it is never left
         return opened
 
 
@@ -613,8 +614,12 @@ def test_the_function_comes_back() -> None:
         return x**power * scale + offset + extra
 
     fn.note = "kept"  # type: ignore[attr-defined]
-    again = Function(fn).open()
+    function = Function(fn)
+    assert function.open() is fn
+    offset = 4
+    again = function.open()
     assert again is not fn
+    offset = 3
     x = torch.ones(3) * 3
     assert torch.equal(again(x), fn(x))
     assert torch.equal(again(x, 3, extra=5), fn(x, 3, extra=5))

@@ -7,6 +7,7 @@ leaves: gradients, and whatever else must be as in the plain step.
 from __future__ import annotations
 
 import collections
+import contextlib
 import contextvars
 import functools
 import threading
@@ -22,8 +23,8 @@ from torch.utils.checkpoint import CheckpointError
 from torch.utils.checkpoint import checkpoint as stock
 
 from laws.module_steps import same
-from laws.watch import bits, on_threads
-from torch_recompute import Choice, Plan, apply, checkpoint, recompute
+from laws.watch import bits, on_threads, raised
+from torch_recompute import Choice, Plan, RecomputeError, apply, checkpoint, recompute
 
 STEPS = {}
 
@@ -392,6 +393,122 @@ def a_plain_object_that_is_empty_at_the_first_call(wrap):
     return [x.grad, layer.weight.grad, context.scale]
 
 
+# --- what the function sets before it calls a module ------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """A layer with a scale: a number, or something that holds one."""
+
+    def __init__(self, scale=1.0):
+        super().__init__()
+        self.linear, self.scale = nn.Linear(4, 4), scale
+
+    def forward(self, x):
+        return (self.linear(x) * getattr(self.scale, "now", self.scale)).sin()
+
+
+def around_a_call(enter, make=Scaled):
+    """A function that sets something of a module, calls it, and puts back what was there."""
+
+    def run(wrap):
+        model, x = nn.ModuleList([make(), make()]), rand(5, 4)
+
+        def block(x):
+            layer = model[0]
+            put_back = enter(layer, model[1])
+            y = layer(x)
+            put_back()
+            return layer(y).exp()
+
+        wrap(block)(x).sum().backward()
+        return [x.grad, *(p.grad for p in model.parameters()), *model.buffers()]
+
+    return run
+
+
+def setting(name, value, of=lambda layer: layer):
+    def enter(layer, other):
+        held, new = of(layer), value(other) if callable(value) else value
+        put_back = functools.partial(setattr, held, name, getattr(held, name))
+        setattr(held, name, new)
+        return put_back
+
+    return enter
+
+
+def in_evaluation(layer, _):
+    return functools.partial(layer.eval().train, True)
+
+
+def by_a_hook(layer, _):
+    return layer.register_forward_hook(lambda module, args, out: out * 2).remove
+
+
+def normed():
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+
+STEPS["an attribute, around a call"] = around_a_call(setting("scale", 2.0))
+STEPS["a submodule, around a call"] = around_a_call(setting("linear", lambda other: other.linear))
+STEPS["an object's attribute, around a call"] = around_a_call(
+    setting("now", 2.0, lambda layer: layer.scale), lambda: Scaled(SimpleNamespace(now=1.0))
+)
+STEPS["the training flag, around a call"] = around_a_call(in_evaluation, normed)
+STEPS["a hook, around a call"] = around_a_call(by_a_hook)
+
+
+def with_other_parameters(buffers):
+    """A module is called with parameters of its caller's, and then with its own."""
+
+    def run(wrap):
+        model, x = nn.ModuleList([normed()]), rand(6, 4)
+
+        def block(x):
+            net = model[0]
+            other = {name: p * 2 for name, p in net.named_parameters()}
+            if buffers:
+                other.update((name, buffer.clone()) for name, buffer in net.named_buffers())
+            return (torch.func.functional_call(net, other, (x,)) * net(x)).sin().exp()
+
+        wrap(block)(x).sum().backward()
+        return [x.grad, *(p.grad for p in model.parameters()), *model.buffers()]
+
+    return run
+
+
+STEPS["functional_call, and then a call"] = with_other_parameters(False)
+STEPS["functional_call with buffers, and then a call"] = with_other_parameters(True)
+
+
+@step
+def a_norm_that_trains_for_one_call(wrap):
+    class TrainsOnce(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, x):
+            y = self.norm.train()(x)
+            return (self.norm.eval()(y) * 2).exp().sin()
+
+    module, x = TrainsOnce().eval(), rand(6, 4)
+    wrap(module)(x).sum().backward()
+    return [x.grad, *module.buffers()]
+
+
+@step
+def an_object_that_becomes_plain(wrap):
+    layer, x = Scaled(SimpleNamespace(now=1.0, handle=object())), rand(2, 4)
+    call = wrap(layer)
+    call(rand(2, 4))
+    del layer.scale.handle
+    layer.scale.now = 2.0
+    y = call(x)
+    layer.scale.now = 5.0
+    y.sum().backward()
+    return [x.grad, layer.linear.weight.grad, layer.scale.now]
+
+
 # --- modes, threads, retained graphs ----------------------------------------------------------------------------------
 
 
@@ -681,6 +798,143 @@ STEPS["a cell that a hook writes"] = written_cell(True)
 STEPS["a cell that another function writes"] = written_cell(False)
 
 
+def scaling(wrap, x, by_method):
+    """A closure over a variable that something sets for a while; returns it with the result."""
+    scale = 1.0
+
+    @contextlib.contextmanager
+    def scaled(value):
+        nonlocal scale
+        before, scale = scale, value
+        yield
+        scale = before
+
+    class Scaled:
+        def __init__(self, value):
+            self.value = value
+
+        def __enter__(self):
+            nonlocal scale
+            self.before, scale = scale, self.value
+
+        def __exit__(self, *_):
+            nonlocal scale
+            scale = self.before
+
+    def read(x):
+        return (x * scale).sin()
+
+    context = Scaled if by_method else scaled
+
+    def block(x):
+        with context(2.0):
+            y = read(x).exp()
+        return (y * scale).sin()
+
+    return block, wrap(block)(x)
+
+
+@step
+def a_cell_that_is_set_for_a_while(wrap):
+    x = rand(2, 4)
+    y = scaling(wrap, x, by_method=False)[1]  # the functions are gone
+    y.sum().backward()
+    return [x.grad]
+
+
+@step
+def a_cell_that_a_method_sets_for_a_while(wrap):
+    x = rand(2, 4)
+    block, y = scaling(wrap, x, by_method=True)
+    y.sum().backward()
+    return [x.grad, block(x.detach())]
+
+
+@step
+def a_function_that_is_a_key(wrap):
+    x, scale, scales = rand(2, 4), 2.0, {}
+
+    def act(x):
+        return (x * scale * scales.get(act, 1.0)).sin()
+
+    scales[act] = 3.0
+    wrap(lambda x: (act(x) * scales.get(act, 1.0)).exp())(x).sum().backward()
+    return [x.grad]
+
+
+@step
+def a_function_with_attributes(wrap):
+    x = rand(2, 4)
+
+    def scaled(x):
+        scaled.scale += 1
+        return (x * scaled.scale).sin().exp()
+
+    def block(x):
+        scaled.scale = 1.0
+        return scaled(x)
+
+    wrap(block)(x).sum().backward()
+    return [x.grad, scaled.scale]
+
+
+def two_of_eleven():
+    held = set(range(11))
+    for one in {*held} - {1, 8}:
+        held.discard(one)
+    return held
+
+
+def each_in_turn(x, held):
+    for place, one in enumerate(held, 1):
+        x = (x * (1 + 0.1 * one * place)).sin()
+    return x.exp()
+
+
+@step
+def a_set_that_has_shrunk(wrap):
+    x, held = rand(2, 4), two_of_eleven()
+    wrap(lambda x, held: (held.add(5), each_in_turn(x, held))[1])(x, held).sum().backward()
+    return [x.grad, [*held]]
+
+
+@step
+def a_set_that_has_shrunk_and_grows_later(wrap):
+    x, held = rand(2, 4), two_of_eleven()
+    y = wrap(each_in_turn)(x, held)
+    held.add(5)
+    y.sum().backward()
+    return [x.grad, sorted(held)]
+
+
+@step
+def threads_that_need_one_tensor(wrap):
+    """The second thread's replay begins while the first one's runs, and ends after it."""
+    scale, turns, meet = torch.ones(4), [threading.Event(), threading.Event(), threading.Event()], []
+
+    def block(x, number):
+        y = x * scale.clone()
+        if meet and wrap is not plain:
+            turns[number].set()
+            turns[number + 1].wait(0.3)
+        return (y * scale.clone()).exp().sin()
+
+    call, xs = wrap(block), [rand(2, 4), rand(2, 4)]
+    ys = [call(x, number) for number, x in enumerate(xs)]
+    scale.fill_(5.0)
+    meet.append(True)
+
+    def gradient(number):
+        if number and wrap is not plain:
+            turns[0].wait(5)
+        found = torch.autograd.grad(ys[number].sum(), xs[number])[0]
+        turns[2 - number].set()
+        return found
+
+    found = [gradient(0), gradient(1)] if wrap is plain else on_threads(gradient, (0), (1))
+    return [*found, scale.clone()]
+
+
 # --- the law ----------------------------------------------------------------------------------------------------------
 
 
@@ -713,6 +967,21 @@ def test_a_step_leaves_what_the_plain_step_leaves(name, way):
     """Gradients, and what the program holds afterwards, are those of the plain step to the last bit."""
     got, wanted = left(name, WRAPS[way]), left(name, plain)
     assert same(got, wanted), f"{got} instead of {wanted}"
+
+
+@pytest.mark.parametrize("way", [way for way in WRAPS if way != "plan"])
+def test_a_gradient_through_an_argument_is_an_error(way):
+    """A replay has no operations behind its arguments: it raises, and says what to write."""
+    x = rand(2, 4)
+    y = x.sin() * 2
+
+    def block(y, x):
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return (slope * y).exp()
+
+    text = raised(RecomputeError, lambda: WRAPS[way](block)(y, x).sum().backward())
+    assert "is a leaf there" in text
+    assert "Compute it inside the region" in text
 
 
 def test_pytorchs_checkpoint_gives_the_gradient_of_most_rows():

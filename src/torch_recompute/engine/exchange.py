@@ -65,9 +65,16 @@ def put(inside: Any, content: Any) -> None:
         if not _in_order(inside, content):
             inside.clear()
             inside.update(content)
+    elif isinstance(inside, set):
+        for one in [one for one in inside if one not in content]:  # a set that was emptied would have another order
+            inside.discard(one)
+        inside.update(content)
+        if not alike(inside, content):
+            inside.clear()
+            inside.update(content)
     elif not alike(inside, content):
         inside.clear()
-        (inside.update if isinstance(inside, set) else inside.extend)(content)
+        inside.extend(content)
 
 
 class _Owner(NamedTuple):
@@ -130,8 +137,9 @@ class Exchange:
         contents: What the replay must find in those of which entries were opened.
         context: The context variables of the forward.
         wanted: Containers with what the replay must find in them, each after the object that it belongs to.
-        values: The values that the replay must find in tensors, each after the module that it belongs to, if any, and
-            the tensor; by number, so that of two that share memory, what was noted first is what counts.
+        values: The values that the replay must find in tensors: each after the module or storage that it belongs to,
+            whether that may hold others now, and the tensor; by number, so that of two that share memory, what was
+            noted first is what counts.
     """
 
     __slots__ = (
@@ -151,7 +159,7 @@ class Exchange:
         self.versions: Sequence[int] = ()
         self.context: contextvars.Context | None = None
         self.wanted: list[tuple[Any, Any, Any]] = []
-        self.values: dict[int, tuple[Any, torch.Tensor, torch.Tensor]] = {}
+        self.values: dict[int, tuple[Any, bool, torch.Tensor, torch.Tensor]] = {}
         self.contents: dict[int, Any] = {}
         self._undo_values: Callable[[], None] | None = None
         self._found: list[tuple[Any, Any]] = []
@@ -161,17 +169,18 @@ class Exchange:
         """Notes what the replay must find in a container of an object, or in the object, a container itself."""
         self.wanted.append((owner, inside, content))
 
-    def want_values(self, tensor: torch.Tensor, noted: Noted, owner: Any = None) -> None:
-        """Notes the values that the replay must find in a tensor; in that of a module, if an owner is given."""
+    def want_values(self, owner: Any, tensor: torch.Tensor, noted: Noted, changed: bool = True) -> None:
+        """Notes the values that the replay must find in a tensor of an object, and whether it may hold others now."""
         values, number = noted
-        self.values[number] = owner, tensor, values
+        self.values[number] = owner, changed, tensor, values
 
     def reads(self, keys: Container[int]) -> bool:
         """Whether the replay may read one of some objects."""
         if self.waits:
             return False
         mine = [*self.modules] if isinstance(self.modules, dict) else []  # another thread may add to it
-        return any(key in keys for key in (*mine, *[id(owner) for owner, _, _ in self.wanted]))
+        owners = [one[0] for one in (*self.wanted, *[*self.values.values()])]
+        return any(key in keys for key in (*mine, *map(id, owners)))
 
     def is_busy(self, owner: Any) -> bool:
         """Whether another thread's replay has put something into an object, which it will take out again."""
@@ -204,7 +213,7 @@ class Exchange:
 
     def _write_values(self) -> None:
         # Of two that share memory, what was noted first is written last.
-        _, tensors, values = zip(*[self.values[number] for number in sorted(self.values, reverse=True)], strict=True)
+        _, _, tensors, values = zip(*[self.values[number] for number in sorted(self.values, reverse=True)], strict=True)
         self._undo_values = swap_in(tensors, values)
 
     def _owns(self, wanted: set[int]) -> bool:
@@ -234,7 +243,7 @@ class Exchange:
         """Returns what differs from the forward, or is what another thread will put back, and the objects to own."""
         differing = [one for one in self.wanted if not alike(one[1], one[2]) or self.is_busy(one[0])]
         owners = {id(owner) for owner, _, _ in differing}
-        owners |= {id(owner) for owner, _, _ in self.values.values() if owner is not None}
+        owners |= {id(owner) for owner, changed, _, _ in self.values.values() if changed or self.is_busy(owner)}
         return differing, owners
 
     def leave(self) -> None:

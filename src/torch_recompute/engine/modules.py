@@ -40,7 +40,7 @@ from .._torch import version_of, version_of_dict
 from .._torch.modes import unwatch_calls, watch_calls
 from ..state.tape import thread
 from .exchange import CONTAINERS, Exchange, Noted, alike, note, put
-from .taken import PLAIN, REACHED, SMALL, Taking, changed_weight, forget, is_config, is_plain_tuple, open_in
+from .taken import PLAIN, REACHED, SMALL, Taking, changed_weight, forget, is_plain_tuple, may_be_config, open_in
 
 _TABLES = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks")
 _MORE_HOOKS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
@@ -116,7 +116,7 @@ class _Tree:
                 (i, name, value)
                 for i, attributes in enumerate(own)
                 for name, value in attributes.items()
-                if name not in _NOT_READ and i not in self.managed
+                if name not in _NOT_READ and name != "forward" and i not in self.managed
             ]
             self.tuples = [(i, name) for i, name, value in every if isinstance(value, tuple)]
             self.special = [(i, name) for i, name, value in every if _is_special(value)]
@@ -126,8 +126,7 @@ _NOT_READ = _LEFT | frozenset({"_parameters", "_buffers", "_modules"})
 
 
 def _is_special(value: Any) -> bool:
-    kinds = (torch.Tensor, torch.Generator, *CONTAINERS)
-    return isinstance(value, kinds) or (type(value) not in PLAIN and is_config(value))
+    return isinstance(value, (torch.Tensor, torch.Generator, *CONTAINERS)) or may_be_config(value)
 
 
 def _children_of(modules: Iterable[nn.Module]) -> list[int]:
@@ -172,18 +171,22 @@ class Buffer:
         was: The buffer, if somebody has it still.
     """
 
-    __slots__ = ("_training", "tensor", "then", "version", "was")
+    __slots__ = ("_place", "_training", "tensor", "then", "version", "was")
 
-    def __init__(self, tensor: torch.Tensor, training: bool) -> None:
+    def __init__(self, tensor: torch.Tensor, training: bool, place: int = -1) -> None:
         self.tensor: torch.Tensor | None = tensor
-        self.version, self._training = tensor._version, training
+        self.version, self._training, self._place = tensor._version, training, place
         self.then: Noted | None = None
         self.was = weakref.ref(tensor)
 
-    def settle(self) -> None:
-        """After the forward: drops the values of a buffer that did not change, if its version can be trusted."""
+    def settle(self, written: Container[int]) -> None:
+        """After the forward: drops the values of a buffer that did not change, if its version can be trusted.
+
+        It cannot where its module trains, or may have trained meanwhile: where attributes of that have been `written`.
+        """
         tensor = self.tensor
-        if tensor is not None and tensor._version == self.version and not (self._training and _is_small(tensor)):
+        training = self._training or self._place in written
+        if tensor is not None and tensor._version == self.version and not (training and _is_small(tensor)):
             self.tensor, self.then = tensor.detach(), None
         else:
             self.tensor = None
@@ -219,6 +222,9 @@ class Modules:
         *(
             "_below",
             "_beside",
+            "_early",
+            "_since",
+            "_written",
             "_dicts",
             "_add_generators",
             "_hooks",
@@ -232,8 +238,17 @@ class Modules:
         *("seen", "weight_versions", "weights"),
     )
 
-    def __init__(self, taking: Taking, outer: Modules | None, add: AddGenerators | None = None) -> None:
+    def __init__(
+        self,
+        taking: Taking,
+        outer: Modules | None,
+        add: AddGenerators | None = None,
+        roots: Iterable[tuple[nn.Module, bool]] = (),
+    ) -> None:
         self._outer, self._add_generators = outer, add
+        self._since = 0  # the version of a dictionary that is made as the forward begins
+        self._written = range(0)  # the versions of dictionaries that the function has written to by now
+        self._early: dict[int, dict[Any, Any]] = {}  # those that it wrote to before they were noted, as they were then
         self.seen: dict[int, nn.Module] = {}
         self._below: set[int] = set()
         self._roots: list[tuple[nn.Module, bool]] = []
@@ -251,6 +266,9 @@ class Modules:
         self._region = taking.region
         self.weights: list[torch.Tensor] = []
         self.weight_versions: list[int] = []
+        for root, below in roots:
+            self.add(root, below)
+        self._since = version_of_dict({})
 
     def __contains__(self, module: nn.Module) -> bool:
         return id(module) in self._below
@@ -262,6 +280,8 @@ class Modules:
             return
         if self._outer is not None:
             self._outer.add(root, below)
+        if self._since:  # up to here; the first look at an object's attributes makes their dictionary
+            self._written = range(self._since, version_of_dict({}))
         self._roots.append((root, below))
         if below:
             modules, tree = _modules_below(root)
@@ -292,10 +312,15 @@ class Modules:
         self._dicts += dicts
         self._then += map(dict.copy, dicts)
         self._versions += versions
+        if self._written:
+            early = [i for i, version in enumerate(versions, start) if version in self._written]
+            self._early.update((i, dict(self._dicts[i])) for i in early)
         self._owners += [*modules, *_flat(map(itertools.repeat, modules, itertools.repeat(len(_TABLES))))]
         if versions[:size] != tree.versions:
             tree.look_at(own, versions[:size])
         known = len(self._buffers)
+        if self._taking is not None:
+            self._taking.written = self._written
         special = tree.special
         if tree.tuples and not PLAIN.issuperset(map(type, _flat([own[i][name] for i, name in tree.tuples]))):
             special = [*special, *tree.tuples]
@@ -303,7 +328,7 @@ class Modules:
             self._take(start + i, name, f"attribute '{name}' of {type(modules[i]).__name__}")
         for i, (parameters, buffers, _, before, after) in enumerate(each):
             if buffers:
-                self._note_buffers(start + size + 5 * i + 1, modules[i], buffers)
+                self._note_buffers(start + size + 5 * i + 1, modules[i], buffers, start + i)
             if before or after:
                 self._note_hooks(start + size + 5 * i + 3, modules[i], own[i])
             if not _ORDINARY.issuperset(map(type, parameters.values())):
@@ -333,12 +358,13 @@ class Modules:
             return
         if self._taking is None:
             self._taking = Taking(self._region, None, beside=self._beside)
+            self._taking.written = self._written
         taken = self._taking.take(value, label, REACHED, inside=True)
         if taken is not value:
             self._then[place][name] = taken
             self._loose.setdefault(place, []).append(name)
 
-    def _note_buffers(self, place: int, module: nn.Module, buffers: dict[str, Any]) -> None:
+    def _note_buffers(self, place: int, module: nn.Module, buffers: dict[str, Any], own: int) -> None:
         training = vars(module).get("training", True)
         for name, value in buffers.items():
             if value is None:
@@ -350,7 +376,7 @@ class Modules:
             elif value.requires_grad:
                 self._take(place, name, f"buffer '{name}' of {type(module).__name__}")
             elif training or _is_small(value):
-                self._then[place][name] = buffer = Buffer(value, training)
+                self._then[place][name] = buffer = Buffer(value, training, own)
                 self._buffers.append(buffer)
                 self._loose.setdefault(place, []).append(name)
             else:
@@ -390,19 +416,47 @@ class Modules:
         self._beside = None
         if self._late:  # a LazyModule is not what it was before its first call
             roots, self._roots = self._roots, []
-            again = Modules(Taking(self._region, None), None)
-            for root, below in roots:
-                again.add(root, below)
+            again = Modules(Taking(self._region, None), None, roots=roots)
             for name in self.__slots__:
                 setattr(self, name, getattr(again, name))
+        for place, noted in self._early.items():
+            self._note_end(place, noted)
         for place in self._hooks:
             table = self._dicts[place]
             self._then[place] = {key: hook for key, hook in self._then[place].items() if key in table}
-        for buffer in self._buffers:
-            buffer.settle()
+        if self._buffers:
+            differs = map(operator.ne, self._versions, map(version_of_dict, self._dicts))
+            written = {*self._early, *itertools.compress(itertools.count(), differs)}
+            for buffer in self._buffers:
+                buffer.settle(written)
         self._unchanged = [buffer for buffer in self._buffers if buffer.then is None]
         if self._taking is not None:
             self._taking.settle()
+
+    def _note_end(self, place: int, noted: dict[Any, Any]) -> None:
+        """Has a replay find in a dictionary what the forward left there.
+
+        The function had written to it before its module was called, so nobody knows what the forward had found.
+        """
+        entries, then = self._dicts[place], self._then[place]
+        same = {name for name, value in entries.items() if name in noted and noted[name] is value}
+        self._then[place] = {name: then[name] if name in same else value for name, value in entries.items()}
+        gone = [one for name, one in then.items() if name not in same and type(one) is Buffer]
+        self._buffers = [buffer for buffer in self._buffers if not any(buffer is one for one in gone)]
+        if place in self._loose:
+            self._loose[place] = [name for name in self._loose[place] if name in same]
+        for name in entries.keys() - same:
+            value = entries[name]
+            if entries is vars(self._owners[place])["_buffers"] and value is not None and not value.requires_grad:
+                self._then[place][name] = buffer = Buffer(value, training=True)
+                (buffer.then,) = note([value])
+                self._buffers.append(buffer)
+                self._loose.setdefault(place, []).append(name)
+            elif not isinstance(value, (nn.Module, Parameter)) and type(value) not in PLAIN:
+                self._take(place, name, f"'{name}' of {type(self._owners[place]).__name__}")
+        self._versions[place] = version_of_dict(entries)
+        if place in self._partial:
+            self._then[place] = {}
 
     def changed(self) -> str:
         """Names a weight or buffer that has been changed in place since, with its versions; "" without one."""
@@ -488,6 +542,8 @@ class Modules:
         """Makes the modules what they were before a forward that has failed and will run again."""
         exchange = Exchange(self._region)
         for i, (entries, then) in enumerate(zip(self._dicts, self._then, strict=True)):
+            if i in self._early:
+                continue
             content = dict(then)
             for name in self._loose.get(i, ()):
                 one = then[name]
@@ -508,7 +564,7 @@ def _opened(value: Any, now: Any, exchange: Exchange, owner: nn.Module | None) -
         return now if _is_memory_of(now, value.tensor) else value.tensor
     there = value.was()
     if there is not None:
-        exchange.want_values(there, value.then, owner)
+        exchange.want_values(owner, there, value.then)
         return there
     exchange.copies.append(value.then[0].clone())  # its module holds another one now, and nobody this
     return exchange.copies[-1]

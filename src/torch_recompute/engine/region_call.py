@@ -21,6 +21,7 @@ inside that module, and under ZeRO-3 its forward hook would take away the weight
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from _thread import RLock
 from collections.abc import Callable, Iterator, Sequence
@@ -102,7 +103,7 @@ class Replay(Run):
         self._region_call, self._ids, self._opened = region_call, exchange.given, opened
         self._memories: frozenset[int] = frozenset()  # those that hold the values of the forward for this long
         if exchange.values:
-            self._memories = frozenset([storage_id(tensor) for _, tensor, _ in exchange.values.values()])
+            self._memories = frozenset([storage_id(tensor) for _, _, tensor, _ in exchange.values.values()])
         self._shared: list[tuple[Slot, torch.Tensor, int]] = []
         self._place, self._done, self._unfinished, self._opener = 0, False, -1, -1
         self._end = tape.end() if region_call.options.early_stop else -1  # the last place that is waited for
@@ -503,11 +504,9 @@ class RegionCall:
         if owner is not None or self.watches:
             around = None if outer is None else outer.modules
             add = world.generators.add if options.rng else None
-            world.modules = modules = Modules(taking, around, add)
-            if owner is not None:
-                modules.add(owner)
-            for module in taking.modules:
-                modules.add(module, below=thread.calls_hidden)
+            roots = [] if owner is None else [(owner, True)]
+            roots += zip(taking.modules, itertools.repeat(thread.calls_hidden))
+            world.modules = Modules(taking, around, add, roots)
         if options.rng and taking.generators:
             world.generators.add(taking.generators)
         self.used: list[tuple[torch.Tensor, int]] = []
@@ -694,6 +693,8 @@ class RegionCall:
             give_values(self.name, read)
         except Exception as error:
             if not self._repeats_calls(error):
+                if any(text in str(error) for text in _NO_HISTORY) and self.taking.holds_results():
+                    raise errors.RecomputeError(f"{error}\n  {_through_an_input(self.name)}") from error
                 raise
         finally:
             if watching is not None:
@@ -720,6 +721,14 @@ class RegionCall:
 
 
 _NO_HISTORY = ("appears to not have been used in the graph", "does not require grad")
+
+
+def _through_an_input(region: str) -> str:
+    return (
+        f"The replay of {region} asks for a gradient, and cannot go on behind the region's inputs: a tensor that was "
+        "computed before the region is a leaf there, without the operations that made it.\n"
+        "  Compute it inside the region; or take this gradient outside of it, and pass the result as an argument."
+    )
 
 
 def _within(context: contextlib.AbstractContextManager[Any], fn: Callable[..., Any]) -> Callable[..., Any]:

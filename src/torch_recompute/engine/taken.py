@@ -41,7 +41,7 @@ import torch
 from torch import nn
 
 from .. import _torch, errors
-from .._torch import is_parameter, storage_id, version_of
+from .._torch import is_parameter, storage_id, version_of, version_of_dict
 from .._torch.tensors import apart, has_history, wants_grad
 from ..stores import Hooks, Store, Stored
 from .exchange import CONTAINERS, Exchange, alike, entries_of, note
@@ -80,16 +80,18 @@ ARGUMENT, CELL, REACHED = Role
 class Memory:
     """A small memory that a function reaches, and what is in it; tensors that share it share this."""
 
-    __slots__ = ("_flat", "_then")
+    __slots__ = ("_flat", "_then", "_version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         size = tensor.untyped_storage().nbytes() // tensor.element_size()
         self._flat = tensor.detach().as_strided((size,), (1,), 0)
         (self._then,) = note([self._flat])
+        self._version = tensor._version
 
     def put_back(self, exchange: Exchange) -> None:
         """Has the replay find the values of the forward in it."""
-        exchange.want_values(self._flat, self._then)
+        changed = self._flat._version != self._version
+        exchange.want_values(self._flat.untyped_storage(), self._flat, self._then, changed)
 
 
 class Held:
@@ -360,34 +362,53 @@ class Closure:
     cell as well, as one that the function itself writes to.
     """
 
-    __slots__ = ("_attributes", "_cells", "_code", "_defaults", "_keywords", "_name", "_qualname", "_scope")
+    __slots__ = ("_attributes", "_cells", "_code", "_defaults", "_fn", "_keywords", "_name", "_qualname", "_scope")
 
     def __init__(self, fn: types.FunctionType, cells: list[Any], defaults: Any, keywords: Any) -> None:
         self._code, self._scope, self._attributes = fn.__code__, fn.__globals__, fn.__dict__
         self._name, self._qualname = fn.__name__, fn.__qualname__
         self._cells, self._defaults, self._keywords = cells, defaults, keywords
+        self._fn = weakref.ref(fn)
 
-    def settle(self, cells: Sequence[types.CellType], contents: Sequence[Any]) -> None:
-        """After the forward: keeps the cells that hold something else by now, unless that may lead to the graph."""
+    def settle(self, cells: Sequence[types.CellType], contents: Sequence[Any], written: Container[int]) -> None:
+        """After the forward: keeps the cells that others write to, unless what they hold may lead to the graph.
+
+        Others do where it holds something else by now, and where one of the functions that the region reaches can.
+        """
         for i, (cell, now, content) in enumerate(zip(cells, contents_of(cells), contents, strict=True)):
-            if now is not content and not _leads_on(now, set()):
+            if (now is not content or id(cell) in written) and not _leads_on(now, set()):
                 self._cells[i] = cell
 
     def open(self, exchange: Exchange) -> types.FunctionType:
-        """The function again, over fresh cells."""
+        """The function itself, if its cells hold what they held; else one of the same code over fresh cells."""
         made = exchange.objects.get(id(self))
         if made is not None:
             return made
-        cells = [one if type(one) is types.CellType else _cell(open_(one, exchange)) for one in self._cells]
+        contents = [one if type(one) is types.CellType else open_(one, exchange) for one in self._cells]
         defaults = self._defaults and tuple([open_(one, exchange) for one in self._defaults])
+        keywords = self._keywords and {name: open_(one, exchange) for name, one in self._keywords.items()}
+        made = self._fn()
+        if made is not None and _holds(made, contents, defaults, keywords):
+            exchange.objects[id(self)] = made
+            return made
+        cells = [one if type(one) is types.CellType else _cell(one) for one in contents]
         made = types.FunctionType(self._code, self._scope, self._name, defaults, tuple(cells))
         made.__qualname__ = self._qualname  # by which saved calls are known
-        if self._keywords:
-            made.__kwdefaults__ = {name: open_(one, exchange) for name, one in self._keywords.items()}
+        if keywords:
+            made.__kwdefaults__ = keywords
         if self._attributes:
             made.__dict__.update(self._attributes)
         exchange.objects[id(self)] = made
         return made
+
+
+def _holds(fn: types.FunctionType, contents: Sequence[Any], defaults: Any, keywords: Any) -> bool:
+    """Whether a function's cells hold these, or are these, and its defaults are these."""
+    cells = fn.__closure__ or ()
+    there = zip(cells, contents_of(cells), contents, strict=True)
+    if not all(now is one or cell is one for cell, now, one in there):
+        return False
+    return alike(fn.__defaults__ or (), defaults or ()) and alike(fn.__kwdefaults__ or {}, keywords or {})
 
 
 def _cell(content: Any) -> types.CellType:
@@ -464,17 +485,20 @@ def is_attributes_alone(kind: type[Any]) -> bool:
 _CALLED = (*FUNCTIONS, types.MethodType, functools.partial)
 
 
+def may_be_config(value: Any) -> bool:
+    """Whether an object may be a config by its class, whatever it holds at present."""
+    if type(value) in PLAIN or isinstance(value, (nn.Module, torch.Tensor, torch.Generator, enum.Enum, *_CALLED)):
+        return False
+    return type(value).__module__[:6] != "torch." and getattr(value, "__dict__", None) is not None
+
+
 def is_config(value: Any, deep: int = 2) -> bool:
     """Whether an object holds plain data alone, as a config does. A handle or a trainer does not, and is left alone."""
-    if isinstance(value, (nn.Module, torch.Tensor, torch.Generator, enum.Enum, *_CALLED)) or not deep:
+    if not deep or not may_be_config(value):
         return False
-    if type(value).__module__[:6] == "torch.":
-        return False
-    data: dict[str, Any] | None = getattr(value, "__dict__", None)
     plain = (enum.Enum, tuple, torch.Tensor, torch.Generator, *CONTAINERS, *FUNCTIONS)
-    return data is not None and all(
-        type(one) in PLAIN or isinstance(one, plain) or is_config(one, deep - 1) for one in data.values()
-    )
+    data = value.__dict__.values()
+    return all(type(one) in PLAIN or isinstance(one, plain) or is_config(one, deep - 1) for one in data)
 
 
 def is_plain_tuple(value: Any) -> bool:
@@ -532,6 +556,7 @@ class Taking:
             tensors and what belongs to torch.
         modules: The modules that are passed, or that the function holds.
         generators: The generators, likewise.
+        written: The versions of dictionaries that the function has written to by the time that they are taken.
     """
 
     __slots__ = (
@@ -546,9 +571,11 @@ class Taking:
             "_storages",
             "_taken",
             "_watched",
+            "_early",
+            "_own_cells",
         ),
         *("_watched_versions", "boxes", "generators", "given", "ids", "may_call_modules", "modules", "region"),
-        *("store", "views"),
+        *("store", "views", "written"),
     )
 
     def __init__(
@@ -565,6 +592,9 @@ class Taking:
         self._taken: dict[int, Any] = {} if beside is None else beside._taken
         self._left = left if beside is None else beside._left
         self._memories: dict[int, Memory] = {}
+        self.written = range(0)
+        self._early: list[tuple[Box, Any]] = []  # dicts and objects that were written to too early
+        self._own_cells: set[int] = set()  # cells that the functions write to
         self._storages: set[int] | None = None
         self.given: list[torch.Tensor] = []
         self.ids: dict[int, int] = {}
@@ -628,6 +658,9 @@ class Taking:
     def _box(self, value: Any, label: Any, role: Role) -> Box:
         box = self._taken[id(value)] = Box(value, label)
         self.boxes.append(box)
+        inside = inside_of(value) if self.written else None
+        if isinstance(inside, dict) and version_of_dict(inside) in self.written:
+            self._early.append((box, value))
         box.fill(value, functools.partial(self._entry, _within(role)))
         return box
 
@@ -785,6 +818,7 @@ class Taking:
         for name, cell, value in zip(fn.__code__.co_freevars, there, contents, strict=True):
             if name in writes:  # its own state
                 cells.append(cell)
+                self._own_cells.add(id(cell))
             elif type(value) in PLAIN:
                 cells.append(value)
             elif isinstance(value, torch.Tensor):
@@ -841,9 +875,11 @@ class Taking:
                 if type(held.held) is Stored and tensor._version != held.version:
                     self._spoiled = held.label, held.version, tensor._version
         for closure, cells, contents in self._closures:
-            if not all(map(operator.is_, contents_of(cells), contents)):
-                closure.settle(cells, contents)
-        self.given, self.ids, self._taken, self._memories, self._closures = [], {}, {}, {}, []
+            if self._own_cells or not all(map(operator.is_, contents_of(cells), contents)):
+                closure.settle(cells, contents, self._own_cells)
+        for box, value in self._early:  # nobody knows what the forward found in them
+            box.fill(value, functools.partial(self._entry, REACHED))
+        self.given, self.ids, self._taken, self._memories, self._closures, self._early = [], {}, {}, {}, [], []
         for box in self.boxes:
             box.settle()
 
@@ -854,6 +890,10 @@ class Taking:
     def given_labels(self) -> list[tuple[str, torch.Tensor]]:
         """The tensors with what errors call them, while the forward runs."""
         return [(said(held.label), tensor) for held, tensor in zip(self._held, self.given, strict=True)]
+
+    def holds_results(self) -> bool:
+        """Whether there is a tensor with a history, or in a store, among what was taken."""
+        return any(held.with_history for held in self._held)
 
     def changed(self) -> str:
         """Names a tensor that has been changed in place, by the region itself or since; "" without one."""
