@@ -70,8 +70,8 @@ FAULTS = (
     Fault(
         "exchange-is-not-undone",
         "engine/exchange.py",
-        "self._found = [(inside, entries_of(inside)) for owner",
-        "self._found = [(inside, inside) for owner",
+        "self._found = [Wanted(owner, inside, entries_of(inside), order) for owner",
+        "self._found = [Wanted(owner, inside, inside, order) for owner",
         "after a replay a list, an object or a module holds what it held in the forward: what was set since is lost",
         "core/test_taken.py laws/test_never_worse.py laws/test_law_05_modules.py",
     ),
@@ -122,6 +122,14 @@ FAULTS = (
         "self._written = range(0)",
         "a replay begins with what the function had set in a module before its call: a wrong gradient, silently",
         "laws/test_never_worse.py",
+    ),
+    Fault(
+        "early-contents-are-held",
+        "engine/modules.py",
+        "self._early = {}  # which holds",
+        "pass  # which holds",
+        "a result that a function sets in a module before it calls it is held by the region, and leaks",
+        "laws/test_law_08_no_leaks.py",
     ),
     Fault(
         "function-is-another-object",

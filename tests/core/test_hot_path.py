@@ -27,11 +27,11 @@ FOLDER = os.path.dirname(torch_recompute.__file__)
 HOOKS = 71  # 24 tensors saved in forward, 23 until the replay ends, 24 read; 15 slots are filled
 DEVICES = 0 if devices.ACCELERATOR is None else 13  # a build of torch for a device, whose generators are asked for
 CALLS, KINDS = 143 + DEVICES, 58 + DEVICES
-SMALL, ORDINARY = 70 + DEVICES, 65 + DEVICES
+SMALL, ORDINARY = 69 + DEVICES, 65 + DEVICES
 KEPT = (
     379 + DEVICES
 )  # of which 33 show a function to the mode that finds products and attention, and 2 hold what is stored
-NORMS = 338 + DEVICES  # of which 27 tensors go through three hooks each, and 38 memories are told apart
+NORMS = 337 + DEVICES  # of which 27 tensors go through three hooks each, and 38 memories are told apart
 SEEN = _torch.version_of_dict is getattr(torch._C._dynamo.guards, "dict_version", None)
 READ = 0 if SEEN else 10  # where torch does not see attributes that are set, as on Python 3.13, modules are read
 

@@ -469,3 +469,35 @@ def test_a_replay_finds_the_state_that_a_module_held_in_a_container(kind):
         (wrap(layer)(x) + wrap(layer)(x.cos())).sum().backward()
         results.append([x.grad, layer.layer.weight.grad, *(part.detach() for part in layer.state)])
     assert all(map(torch.equal, *results))
+
+
+class Masked(nn.Module):
+    """A layer whose caller sets its mask before each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.mask = nn.Linear(4, 4), None
+
+    def forward(self, x):
+        return (self.linear(x) * self.mask).sin()
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_what_a_function_sets_in_a_module_before_its_call_is_freed(stays):
+    """A result in an attribute dies with the graph, or with the attribute, where that still holds it."""
+    layers, seen = nn.ModuleList([Masked()]), []
+
+    def block(x):
+        y = x.exp()
+        layers[0].mask = y
+        z = layers[0](y.sin())
+        if not stays:
+            layers[0].mask = None
+        seen.append(weakref.ref(y))
+        return z.exp()
+
+    with no_collector():
+        y = recompute(block)(torch.randn(2, 4, requires_grad=True))
+        layers[0].mask = None
+        del y
+        assert seen[0]() is None

@@ -850,16 +850,23 @@ def a_cell_that_a_method_sets_for_a_while(wrap):
     return [x.grad, block(x.detach())]
 
 
-@step
-def a_function_that_is_a_key(wrap):
-    x, scale, scales = rand(2, 4), 2.0, {}
+def key(make):
+    def run(wrap):
+        x, scale, scales = rand(2, 4), 2.0, {}
 
-    def act(x):
-        return (x * scale * scales.get(act, 1.0)).sin()
+        def act(x):
+            return (x * scale * scales.get(chosen, 1.0)).sin()
 
-    scales[act] = 3.0
-    wrap(lambda x: (act(x) * scales.get(act, 1.0)).exp())(x).sum().backward()
-    return [x.grad]
+        chosen = make(act)
+        scales[chosen] = 3.0
+        wrap(lambda x: (chosen(x) * scales.get(chosen, 1.0)).exp())(x).sum().backward()
+        return [x.grad]
+
+    return run
+
+
+STEPS["a function that is a key"] = key(lambda act: act)
+STEPS["a partial that is a key"] = key(functools.partial)
 
 
 @step

@@ -26,6 +26,7 @@ from .. import _torch, errors
 from .._torch.compiler import uncompiled
 from .._torch.tensors import each_once
 from ..engine.exchange import Exchange
+from ..engine.guards import Opened
 from ..engine.region_call import Phase, RegionCall, Replay
 from ..engine.saved_call import ENDINGS, SavedCall, Then
 from ..engine.slots import Packed, Stop, unpack
@@ -341,7 +342,7 @@ def run_again(
         inputs = _inputs_again(first, second)
         if inputs is None:
             return second
-        fn, args, kwargs, exchange, tensors = inputs
+        found, fn, args, kwargs, exchange, tensors = inputs
         before = {key: (one, one.storage.clone()) for key, one in first.written.items()}
         reached = Reach(fn).beside_parameters(grad=False)
         second.names = {id(storage): seen.label() for seen in reached for _, storage in storages(seen.tensor)}
@@ -354,7 +355,7 @@ def run_again(
 
         try:
             with inside(run), torch.enable_grad(), _disturbed(tensors, noise):
-                call.world.run(exchange, go)
+                call.world.run(exchange, found, go)
         except Exception as error:
             second.error = error.with_traceback(None)
         second.ended_early = run.stopped
@@ -373,8 +374,8 @@ def run_again(
 
 def _inputs_again(
     first: RegionRun, second: SecondRun
-) -> tuple[Callable[..., Any], Sequence[Any], dict[str, Any], Exchange, list[torch.Tensor]] | None:
-    """Returns the function and arguments as a replay gets them, and their tensors; None if it gets an error.
+) -> tuple[Opened, Callable[..., Any], Sequence[Any], dict[str, Any], Exchange, list[torch.Tensor]] | None:
+    """Returns what a replay gets, with the tensors among its inputs; None if it gets an error.
 
     `second` records how the inputs differ from those of the first run.
     """
@@ -385,7 +386,7 @@ def _inputs_again(
             call.check()
         except errors.ChangedError as error:
             second.changed = error
-        fn, args, kwargs = call.opened(exchange)
+        found, fn, args, kwargs = call.opened(exchange)
     except errors.RecomputeError as error:  # rebuilt by another region, which is the one to blame
         second.inputs_differ, second.error = True, error
         return None
@@ -393,7 +394,7 @@ def _inputs_again(
     samples = zip(first.inputs, map(sample_of, given), strict=False)
     differ = any(then is not None and now is not None and not then.same(now) for then, now in samples)
     second.inputs_differ = second.changed is not None or differ
-    return fn, args, kwargs, exchange, [*given, *exchange.tensors.values()]
+    return found, fn, args, kwargs, exchange, [*given, *exchange.tensors.values()]
 
 
 @contextlib.contextmanager

@@ -20,7 +20,6 @@ objects the next one will need).
 from __future__ import annotations
 
 import collections
-import contextvars
 import itertools
 import operator
 import threading
@@ -40,21 +39,16 @@ def entries_of(inside: Any) -> Any:
     return dict(inside) if isinstance(inside, dict) else [*inside]
 
 
-def alike(inside: Any, content: Any) -> bool:
-    """Whether a container holds just these objects, in this order."""
+def alike(inside: Any, content: Any, ordered: bool = True) -> bool:
+    """Whether a container holds just these objects; in this order, unless that of a dict says nothing."""
     if isinstance(inside, dict):
-        if inside.keys() != content.keys() or not _in_order(inside, content):
+        if inside.keys() != content.keys() or (ordered and [*inside] != [*content]):
             return False
         return all(map(operator.is_, inside.values(), map(content.__getitem__, inside)))
     return len(inside) == len(content) and all(map(operator.is_, inside, content))
 
 
-def _in_order(inside: Any, content: Any) -> bool:
-    """Whether two dictionaries of the same keys are in the same order; that of a module's attributes says nothing."""
-    return "_parameters" in content or [*inside] == [*content]
-
-
-def put(inside: Any, content: Any) -> None:
+def put(inside: Any, content: Any, ordered: bool = True) -> None:
     """Has a container hold just these objects, and writes no more than that takes."""
     if isinstance(inside, dict):
         for key in [key for key in inside if key not in content]:
@@ -62,19 +56,13 @@ def put(inside: Any, content: Any) -> None:
         for key, value in content.items():
             if key not in inside or inside[key] is not value:
                 inside[key] = value
-        if not _in_order(inside, content):
-            inside.clear()
-            inside.update(content)
     elif isinstance(inside, set):
         for one in [one for one in inside if one not in content]:  # a set that was emptied would have another order
             inside.discard(one)
         inside.update(content)
-        if not alike(inside, content):
-            inside.clear()
-            inside.update(content)
-    elif not alike(inside, content):
+    if not alike(inside, content, ordered):
         inside.clear()
-        inside.extend(content)
+        (inside.update if isinstance(inside, (dict, set)) else inside.extend)(content)
 
 
 class _Owner(NamedTuple):
@@ -121,62 +109,70 @@ def note(tensors: Sequence[torch.Tensor]) -> list[Noted]:
     return [(values, next(_numbers)) for values in copies(tensors)]
 
 
+class Wanted(NamedTuple):
+    """A container of some object, or the object itself if it is one, and what a replay must find in it."""
+
+    owner: Any
+    inside: Any
+    content: Any
+    ordered: bool  # whether the order of a dict says something: that of attributes does not
+
+
+class WantedValues(NamedTuple):
+    """A tensor of some object, and the values that a replay must find in it."""
+
+    owner: Any
+    changed: bool  # whether it may hold others now
+    tensor: torch.Tensor
+    values: torch.Tensor
+
+
 class Exchange:
-    """The contents that one replay finds in users' objects, and those that were there.
+    """Collects what one replay must find in users' objects, writes it there, and writes back what was there.
 
     Attributes:
         region: The region's name, for errors.
-        tensors: The tensor that was made for each one held, so that one stays one.
-        objects: The object that was opened for each one held, likewise.
-        copies: What the replay is given in the place of buffers that are gone.
-        given: The identities of the tensors that the graph of the forward may hold directly.
-        versions: Those of these dictionaries when the replay begins.
         modules: The modules that the replay may read, by their identity.
-        waits: Whether it is waiting for an object; it has not read any yet.
-        places: Which of the region's modules' dictionaries it looks after.
-        contents: What the replay must find in those of which entries were opened.
-        context: The context variables of the forward.
-        wanted: Containers with what the replay must find in them, each after the object that it belongs to.
-        values: The values that the replay must find in tensors: each after the module or storage that it belongs to,
-            whether that may hold others now, and the tensor; by number, so that of two that share memory, what was
-            noted first is what counts.
+        tensors: What was made of each tensor that is held, by what holds it: one stays one. `taken.py` writes this,
+            and the next two.
+        objects: What was made of each container, object and function, likewise.
+        given: The identities of the tensors that the graph of the forward may hold directly.
+        copies: What the replay finds in the place of buffers that are gone; `modules.py` writes this.
+        wanted: What the replay must find in containers.
+        values: What it must find in tensors; by number, so that of two that share memory, what was noted first is what
+            counts.
     """
 
     __slots__ = (
-        *("_found", "_keys", "_undo_values", "contents", "context", "copies", "given", "modules", "objects"),
-        *("places", "region", "tensors", "values", "versions", "waits", "wanted"),
+        *("_found", "_keys", "_undo_values", "_waits", "copies", "given", "modules", "objects", "region", "tensors"),
+        *("values", "wanted"),
     )
 
-    def __init__(self, region: str) -> None:
-        self.region = region
+    def __init__(self, region: str, modules: Container[int] = ()) -> None:
+        self.region, self.modules = region, modules
         self.tensors: dict[int, Any] = {}
         self.objects: dict[int, Any] = {}
-        self.copies: list[torch.Tensor] = []
         self.given: set[int] = set()
-        self.modules: Container[int] = ()
-        self.waits = False
-        self.places: Container[int] = ()
-        self.versions: Sequence[int] = ()
-        self.context: contextvars.Context | None = None
-        self.wanted: list[tuple[Any, Any, Any]] = []
-        self.values: dict[int, tuple[Any, bool, torch.Tensor, torch.Tensor]] = {}
-        self.contents: dict[int, Any] = {}
+        self.copies: list[torch.Tensor] = []
+        self.wanted: list[Wanted] = []
+        self.values: dict[int, WantedValues] = {}
         self._undo_values: Callable[[], None] | None = None
-        self._found: list[tuple[Any, Any]] = []
+        self._found: list[Wanted] = []
         self._keys: list[int] = []
+        self._waits = False  # whether it waits for an object; it has not read any yet
 
-    def want(self, owner: Any, inside: Any, content: Any) -> None:
-        """Notes what the replay must find in a container of an object, or in the object, a container itself."""
-        self.wanted.append((owner, inside, content))
+    def want(self, owner: Any, inside: Any, content: Any, ordered: bool = True) -> None:
+        """Has the replay find this in a container of an object, or in the object, a container itself."""
+        self.wanted.append(Wanted(owner, inside, content, ordered))
 
     def want_values(self, owner: Any, tensor: torch.Tensor, noted: Noted, changed: bool = True) -> None:
-        """Notes the values that the replay must find in a tensor of an object, and whether it may hold others now."""
+        """Has the replay find these values in a tensor of an object, which may have `changed`."""
         values, number = noted
-        self.values[number] = owner, changed, tensor, values
+        self.values[number] = WantedValues(owner, changed, tensor, values)
 
     def reads(self, keys: Container[int]) -> bool:
         """Whether the replay may read one of some objects."""
-        if self.waits:
+        if self._waits:
             return False
         mine = [*self.modules] if isinstance(self.modules, dict) else []  # another thread may add to it
         owners = [one[0] for one in (*self.wanted, *[*self.values.values()])]
@@ -199,15 +195,16 @@ class Exchange:
                         others, owners = self._differing()
                         if not owners or self._owns(owners):
                             break
-                        self.waits = True
+                        self._waits = True
                         _changed.wait()
-                        self.waits = False
+                        self._waits = False
                 finally:
                     WAITING.remove(me)
-                    self.waits = False
-        self._found = [(inside, entries_of(inside)) for owner, inside, _ in self.wanted if not self.is_busy(owner)]
-        for _, inside, content in others:
-            put(inside, content)
+                    self._waits = False
+        mine = [one for one in self.wanted if not self.is_busy(one.owner)]
+        self._found = [Wanted(owner, inside, entries_of(inside), order) for owner, inside, _, order in mine]
+        for _, inside, content, ordered in others:
+            put(inside, content, ordered)
         if self.values:
             self._write_values()
 
@@ -239,10 +236,10 @@ class Exchange:
             raise errors.RecomputeError(_each_needs_the_others(self.region, mine[0], of_others[0]))
         return False
 
-    def _differing(self) -> tuple[list[tuple[Any, Any, Any]], set[int]]:
+    def _differing(self) -> tuple[list[Wanted], set[int]]:
         """Returns what differs from the forward, or is what another thread will put back, and the objects to own."""
-        differing = [one for one in self.wanted if not alike(one[1], one[2]) or self.is_busy(one[0])]
-        owners = {id(owner) for owner, _, _ in differing}
+        differing = [one for one in self.wanted if not alike(*one[1:]) or self.is_busy(one.owner)]
+        owners = {id(one.owner) for one in differing}
         owners |= {id(owner) for owner, changed, _, _ in self.values.values() if changed or self.is_busy(owner)}
         return differing, owners
 
@@ -251,9 +248,9 @@ class Exchange:
         try:
             if self._undo_values is not None:
                 self._undo_values()
-            for inside, content in reversed(self._found):
-                if not alike(inside, content):
-                    put(inside, content)
+            for _, inside, content, ordered in reversed(self._found):
+                if not alike(inside, content, ordered):
+                    put(inside, content, ordered)
         finally:
             if self._keys:
                 with _changed:  # others go through the owners

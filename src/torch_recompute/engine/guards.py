@@ -19,20 +19,23 @@ Rejected: one lock around every replay that draws. Threads that met in a region 
 from __future__ import annotations
 
 import contextvars
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from .. import _torch
 from .._torch.modes import ends_silently
 from ..state import CPU_RNG, GENERATORS, Ambient, GeneratorRng, InGraph, elsewhere, same, stand_in, undrawn
+from ..state.tape import thread
 from .exchange import CONTAINERS, OWNED, READING, WAITING, Exchange, woken
-from .modules import Modules
+from .modules import Modules, OpenedContents
 from .taken import PLAIN, Taking, forget, is_config, open_, written_in_c
 
 Undo = Callable[[], None]
@@ -180,9 +183,9 @@ class Generators:
                 elif type(then) is not InGraph:
                     self._still.append((ambient, then))
         if (self._cpu is not None or self._then) and _torch.graph_task_id() == -1:
-            thread = threading.current_thread()
-            if id(thread) not in _drawing:
-                _drawing[id(thread)] = weakref.ref(thread, partial(forget, _drawing, id(thread)))
+            me = threading.current_thread()
+            if id(me) not in _drawing:
+                _drawing[id(me)] = weakref.ref(me, partial(forget, _drawing, id(me)))
 
     @property
     def drawn(self) -> list[tuple[Ambient, Any]]:
@@ -258,22 +261,52 @@ def _take_turn(stack: ExitStack) -> bool:
     return True
 
 
+class Opened(NamedTuple):
+    """The contents of the region's own modules that a replay finds, and its context variables."""
+
+    contents: OpenedContents | None
+    context: contextvars.Context
+
+
 class World:
-    """The settings, context variables, generators and modules that a region found when it was entered.
+    """Holds the guards of a region call, and runs a replay in the world that they noted.
+
+    Args:
+        taking: What has taken the region's arguments and function.
+        ambients: Generators, and the user's `state=`.
+        owner: The module that the function belongs to; None for a function that calls modules, or none.
+        passed: Whether modules are among the arguments.
+        outer: The modules of the region around.
+        rng: Whether generators in arguments, closures and modules are looked after.
 
     Attributes:
-        variables: The context variables.
-        modules: What the region's own modules held; None where it can have none.
         generators: The random generators.
+        modules: What the region's own modules held; None where it can have none.
+        watches: Whether modules are noted as the function calls them.
     """
 
-    __slots__ = ("_settings", "generators", "modules", "variables")
+    __slots__ = ("_settings", "_variables", "generators", "modules", "watches")
 
-    def __init__(self, taking: Taking, ambients: tuple[Ambient, ...]) -> None:
+    def __init__(
+        self,
+        taking: Taking,
+        ambients: tuple[Ambient, ...],
+        owner: nn.Module | None,
+        passed: bool,
+        outer: Modules | None,
+        rng: bool,
+    ) -> None:
         self._settings = Settings()
-        self.variables = Variables(taking)
-        self.generators = Generators(taking.region, ambients)
+        self._variables = Variables(taking)
+        self.generators = generators = Generators(taking.region, ambients)
         self.modules: Modules | None = None
+        self.watches = passed or (owner is None and taking.may_call_modules)
+        if owner is not None or self.watches:
+            roots = [] if owner is None else [(owner, True)]
+            roots += zip(taking.modules, itertools.repeat(thread.calls_hidden))
+            self.modules = Modules(taking, outer, generators.add if rng else None, roots)
+        if rng and taking.generators:
+            generators.add(taking.generators)
 
     def settle(self) -> None:
         """After the forward: forgets what it did not touch."""
@@ -281,7 +314,7 @@ class World:
             self._settings.then[place] = get()
         self.generators.settle()
         if self.modules is not None:
-            self.modules.settle()
+            self.modules = self.modules.settled()
 
     def forget(self) -> None:
         """Drops everything: there will be no replay."""
@@ -294,28 +327,29 @@ class World:
         if self.modules is not None:
             self.modules.rewind()
 
-    def run(self, exchange: Exchange, fn: Callable[..., Any], *args: Any) -> None:
+    def open(self, exchange: Exchange) -> Opened:
+        """Has an exchange put back modules and context variables; before arguments, which a module may hold as well."""
+        contents = None if self.modules is None else self.modules.open(exchange)
+        return Opened(contents, self._variables.open(exchange))
+
+    def run(self, exchange: Exchange, opened: Opened, fn: Callable[..., Any], *args: Any) -> None:
         """Calls `fn(*args)` in the world of the forward, then makes it again what it is now."""
-        assert exchange.context is not None
-        modules = self.modules
+        modules, (contents, context) = self.modules, opened
         reading = READING.setdefault(threading.get_ident(), [])
         reading.append(exchange)
         try:
             with ExitStack() as stack:
-                if modules is not None:
-                    exchange.modules = modules.seen
-                if OWNED and modules is not None:  # by now; what another thread has put into one is not ours to read
-                    exchange.places = modules.open(exchange)
+                if modules is not None and OWNED:  # by now; what another thread has put into one is not ours to read
+                    contents = modules.open(exchange)
                 if exchange.wanted or exchange.values:
                     stack.callback(exchange.leave)
                     exchange.enter()
-                    exchange.versions = () if modules is None else modules.versions()
-                if modules is not None:
-                    stack.callback(modules.undo, exchange)
+                if modules is not None and contents is not None:
+                    stack.callback(modules.undo, contents, modules.versions() if exchange.wanted else None)
                 for guard in (self._settings, self.generators):
                     if (undo := guard.enter(exchange)) is not None:
                         stack.callback(undo)
-                exchange.context.run(fn, *args)
+                context.run(fn, *args)
         finally:
             reading.remove(exchange)
             if WAITING:

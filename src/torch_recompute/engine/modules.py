@@ -1,18 +1,19 @@
 """The guard of a region's own modules: a replay finds in them what the forward found, and leaves what it found.
 
-A region's own modules are its function, with all below it, if that is a module; else those that the function calls,
-with all below each: a region pays for what it runs, not for the model around it. What a function merely holds (the
-object of a method, a module in a cell) is looked at alone, without what is below it: it may be the whole model. Modules
-that cannot be seen being called (`module.forward(x)`, compiled code) behave as under PyTorch's checkpoint.
+**Which modules.** A region's own modules are its function, with all below it, if that is a module; else those that the
+function calls, with all below each: a region pays for what it runs, not for the model around it. What a function merely
+holds (the object of a method, a module in a closure) is looked at alone, without what is below it: it may be the whole
+model. Modules that cannot be seen being called (`module.forward(x)`, compiled code) behave as under PyTorch's
+checkpoint. (`Modules`)
 
-Read are attributes, parameters, buffers, children, forward hooks and generators, each by its identity, table by table:
-PyTorch has a version of every dictionary, so one that nobody has written to is not looked at again. What differs at the
-replay is put back for its length (`exchange.py`); modules in which nothing differs are not written to. What a module's
-own forward assigns is undone after a replay, too.
+**What of them.** Attributes, parameters, buffers, children and forward hooks, each as the object that was there,
+dictionary by dictionary. What differs at the replay is put back for its length (`exchange.py`); a module in which
+nothing differs is not written to. What the module's own forward assigns is undone after a replay, too. (`Contents`)
 
-Buffers change in place, and `native_batch_norm` in training does not even raise their versions. So a module lends its
-replay copies of its buffers, and they are updated once. Where a version says that the forward did not change a buffer,
-its copy is dropped, but for small ones of modules in training. Large ones of modules in evaluation are watched alone.
+**Values of buffers.** Buffers change in place, and `native_batch_norm` in training does not even raise their versions.
+So their values are copied at the call and written into the buffers' own memory for the length of a replay: they are
+updated once. A copy is dropped after the forward where a version says that the buffer did not change. Large buffers of
+modules in evaluation are not copied; a change of one is an error. (`Buffer`)
 
 Modules inside of wrappers of torch.distributed are left to these, but for `training` and buffers: they track forward
 and backward by attributes of their own, and replace parameters.
@@ -28,8 +29,9 @@ import itertools
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -56,6 +58,7 @@ _WRAPPERS = (
 _dict_of, _values_of = operator.attrgetter("__dict__"), operator.methodcaller("values")
 _tables_of, _parameters_of = operator.itemgetter(*_TABLES), operator.itemgetter("_parameters")
 _children_in = operator.itemgetter("_modules")
+_FIVE = itertools.repeat(len(_TABLES))
 _flat = itertools.chain.from_iterable
 _present: Callable[[Any], Any] = weakref.ref.__call__
 _is_there = functools.partial(operator.is_not, None)
@@ -66,10 +69,12 @@ def _tracks_phases(module: nn.Module) -> bool:
 
 
 class _Tree:
-    """The modules below one, found once; a later call only asks whether they are the same. Holds none of them.
+    """Remembers, from one call to the next, which modules are below one and which attributes have to be taken.
+
+    It holds none of them. A call asks whether the children and the types of attributes are still the same.
 
     Attributes:
-        refs: The modules, the root first.
+        refs: Weak references to the modules, the root first.
         ids: The identities of their children.
         managed: Which of them belong to a wrapper of torch.distributed.
         versions: The versions of the dictionaries of attributes when `kinds` were last compared.
@@ -97,7 +102,7 @@ class _Tree:
         self.tuples: list[tuple[int, str]] = []
 
     def without(self, modules: Sequence[nn.Module], new: Sequence[nn.Module]) -> _Tree:
-        """Returns the tree of some of the modules."""
+        """Returns the tree of `new`, the part of its modules that a region has not seen yet."""
         if len(new) == len(modules):
             return self
         managed = frozenset(id(modules[i]) for i in self.managed)
@@ -108,7 +113,7 @@ class _Tree:
         return self._rest
 
     def look_at(self, own: list[dict[str, Any]], versions: list[int]) -> None:
-        """Finds the special attributes, if some dictionary has got or lost any."""
+        """Finds the special attributes of some dictionaries, unless all types are those of the last time."""
         self.versions, kinds = versions, [*map(type, _flat(map(_values_of, own)))]
         if kinds != self.kinds:
             self.kinds = kinds
@@ -162,13 +167,13 @@ def _alone(root: nn.Module) -> _Tree:
 
 
 class Buffer:
-    """A buffer, and what it held when the forward began.
+    """A buffer, or a large tensor in an attribute, with its values when the forward began.
 
     Attributes:
-        tensor: The buffer: itself while the forward runs; later its memory, where it holds the same still.
-        then: What it held; None where it holds the same still.
-        version: Its version then.
-        was: The buffer, if somebody has it still.
+        tensor: The tensor while the forward runs; afterwards its memory, if it has no noted values, else None.
+        then: Its values, with their number; None if the forward has left them as they were.
+        version: Its version when it was noted.
+        was: A weak reference to it.
     """
 
     __slots__ = ("_place", "_training", "tensor", "then", "version", "was")
@@ -196,6 +201,14 @@ class Buffer:
         return self.then is None and self.tensor is not None and self.tensor._version != self.version
 
 
+def note_values(buffers: Sequence[Buffer]) -> None:
+    """Notes the values of some buffers, those that are alike in one operation."""
+    with torch.no_grad():
+        tensors = [one.tensor for one in buffers if one.tensor is not None]
+        for one, noted in zip(buffers, note(tensors), strict=True):
+            one.then = noted
+
+
 def _may_be_written(tensor: torch.Tensor) -> bool:
     """Whether a plain attribute is a large tensor that a forward may change, as a buffer."""
     large = tensor.layout is torch.strided and not _is_small(tensor)
@@ -206,11 +219,141 @@ def _is_small(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.nbytes <= SMALL
 
 
+class OpenedContents(NamedTuple):
+    """The dictionaries that an exchange looks after during a replay, and what is to be in some others.
+
+    Attributes:
+        versions: The versions of all dictionaries before the replay.
+        places: The places of those that the exchange looks after.
+        contents: What is to be in those of which entries were opened.
+    """
+
+    versions: list[int]
+    places: Container[int] = ()
+    contents: Mapping[int, dict[Any, Any]] = MappingProxyType({})
+
+
+class Contents:
+    """The dictionaries of some modules and what they held: notes it, has it put back for a replay, undoes that.
+
+    A dictionary is known by its place in four lists. PyTorch has a version of each, so one that nobody has written to
+    since is not looked at again.
+    """
+
+    __slots__ = ("_attributes", "_dicts", "_early", "_opens", "_owners", "_partial", "_then", "_versions")
+
+    def __init__(self) -> None:
+        self._attributes: set[int] = set()  # the places of those that hold a module's attributes
+        self._dicts: list[dict[Any, Any]] = []
+        self._owners: list[nn.Module] = []
+        self._then: list[dict[Any, Any]] = []
+        self._versions: list[int] = []
+        self._opens: dict[int, list[Any]] = {}  # by place, the names of entries in whose place something opens
+        self._partial: set[int] = set()  # the places of those of which some entries alone are noted
+        self._early: dict[int, dict[Any, Any]] = {}  # until the forward ends, what those held that were noted too late
+
+    def _note(self, owners: Iterable[nn.Module], dicts: list[dict[Any, Any]], versions: list[int]) -> None:
+        self._dicts += dicts
+        self._owners += owners
+        self._then += map(dict.copy, dicts)
+        self._versions += versions
+
+    def _put(self, place: int, name: Any, opens: Any) -> None:
+        """Has a replay open something in the place of an entry."""
+        self._then[place][name] = opens
+        self._opens.setdefault(place, []).append(name)
+
+    def _note_part(self, place: int, names: Container[Any] = ()) -> None:
+        """Forgets of a dictionary all but some entries."""
+        self._then[place] = {name: one for name, one in self._then[place].items() if name in names}
+        self._partial.add(place)
+
+    def _note_again(self, place: int) -> list[Any]:
+        """Notes what an early dictionary holds now; returns the names of the entries that are other objects."""
+        entries, then, noted = self._dicts[place], self._then[place], self._early[place]
+        same = {name for name, value in entries.items() if name in noted and noted[name] is value}
+        self._then[place] = {name: then[name] if name in same else value for name, value in entries.items()}
+        self._opens[place] = [name for name in self._opens.get(place, ()) if name in same]
+        self._versions[place] = version_of_dict(entries)
+        return [name for name in entries if name not in same]
+
+    def _complete(self, place: int, content: dict[Any, Any]) -> dict[Any, Any]:
+        """Returns all that a dictionary is to hold: what was noted, and of what no replay depends on, what is there."""
+        entries = self._dicts[place]
+        if place in self._partial:
+            return {**entries, **content}
+        if place not in self._attributes:
+            return content
+        left = {key: one for key, one in entries.items() if key in _LEFT}
+        return left | {key: one for key, one in content.items() if key not in _LEFT}
+
+    def versions(self) -> list[int]:
+        """The versions of all dictionaries."""
+        return [*map(version_of_dict, self._dicts)]
+
+    def open(self, exchange: Exchange) -> OpenedContents:
+        """Has an exchange put back what differs."""
+        now = [*map(version_of_dict, self._dicts)]
+        if now == self._versions and not self._opens:
+            return OpenedContents(now)
+        places, contents = set[int](), dict[int, dict[Any, Any]]()
+        for i, (entries, then) in enumerate(zip(self._dicts, self._then, strict=True)):
+            names, owner = self._opens.get(i), self._owners[i]
+            if names is None and now[i] == self._versions[i]:
+                continue
+            content = dict(then)
+            for name in names or ():
+                content[name] = _opened(then[name], entries.get(name), exchange, owner)
+            content = self._complete(i, content)
+            if names:
+                contents[i] = content
+            ordered = i not in self._attributes
+            if not alike(entries, content, ordered) or exchange.is_busy(owner):
+                exchange.want(owner, entries, content, ordered)
+                places.add(i)
+        return OpenedContents(now, places, contents)
+
+    def undo(self, opened: OpenedContents, versions: list[int] | None) -> None:
+        """Makes dictionaries that a replay found as the forward had, and has changed, what they were.
+
+        Args:
+            opened: What `open` returned.
+            versions: The versions when the replay began, if they are not those of `opened`.
+        """
+        now = [*map(version_of_dict, self._dicts)]
+        if now == (versions or opened.versions):
+            return
+        for i, (before, after) in enumerate(zip(versions or opened.versions, now, strict=False)):
+            if before != after and i not in opened.places:
+                content = opened.contents.get(i)
+                content = self._complete(i, self._then[i]) if content is None else content
+                ordered = i not in self._attributes
+                if not alike(self._dicts[i], content, ordered):
+                    put(self._dicts[i], content, ordered)
+
+    def rewind(self) -> None:
+        """Makes the dictionaries what they were before a forward that has failed and will run again."""
+        exchange = Exchange("")
+        for i, (entries, then) in enumerate(zip(self._dicts, self._then, strict=True)):
+            if i in self._early:
+                continue
+            content = dict(then)
+            for name in self._opens.get(i, ()):
+                one, now = then[name], entries.get(name)
+                mine = type(one) is Buffer and one.tensor is now
+                content[name] = now if mine else _opened(one, now, exchange, None)
+            put(entries, self._complete(i, content), ordered=i not in self._attributes)
+
+
 AddGenerators = Callable[[Iterable[torch.Generator]], None]
 
 
-class Modules:
-    """Notes the contents of a region's own modules when it is entered, or when they are first called.
+class Modules(Contents):
+    """Finds a region's own modules, and notes them when the region is entered, or when they are first called.
+
+    A function may write to a module before it calls it; then the module is noted too late, and nobody knows what the
+    forward had found in it. Each of its dictionaries that has been written to by then (its version says so) is noted
+    again when the forward ends: a replay begins with what the forward left, as under PyTorch's checkpoint.
 
     Attributes:
         weights: Their parameters, and the buffers that they do not train. The region's function holds them anyway.
@@ -219,23 +362,8 @@ class Modules:
     """
 
     __slots__ = (
-        *(
-            "_below",
-            "_beside",
-            "_early",
-            "_since",
-            "_written",
-            "_dicts",
-            "_add_generators",
-            "_hooks",
-            "_late",
-            "_buffers",
-            "_loose",
-            "_outer",
-            "_owners",
-        ),
-        *("_partial", "_region", "_roots", "_taking", "_then", "_unchanged", "_versions"),
-        *("seen", "weight_versions", "weights"),
+        *("_add_generators", "_below", "_beside", "_buffers", "_hooks", "_late", "_outer", "_region", "_roots"),
+        *("_since", "_taking", "_unchanged", "_written", "seen", "weight_versions", "weights"),
     )
 
     def __init__(
@@ -245,27 +373,21 @@ class Modules:
         add: AddGenerators | None = None,
         roots: Iterable[tuple[nn.Module, bool]] = (),
     ) -> None:
+        super().__init__()
         self._outer, self._add_generators = outer, add
-        self._since = 0  # the version of a dictionary that is made as the forward begins
-        self._written = range(0)  # the versions of dictionaries that the function has written to by now
-        self._early: dict[int, dict[Any, Any]] = {}  # those that it wrote to before they were noted, as they were then
-        self.seen: dict[int, nn.Module] = {}
-        self._below: set[int] = set()
-        self._roots: list[tuple[nn.Module, bool]] = []
-        self._dicts: list[dict[Any, Any]] = []
-        self._then: list[Any] = []
-        self._owners: list[nn.Module] = []  # of the dictionaries
-        self._versions: list[int] = []
-        self._partial: frozenset[int] | set[int] = frozenset()  # of which dictionaries only some entries are noted
-        self._loose: dict[int, list[Any]] = {}  # entries that were taken, by the place of their dictionary
-        self._hooks: list[int] = []
+        self._region, self._beside = taking.region, taking
+        self._taking: Taking | None = None  # what takes tensors, containers and objects in attributes
         self._buffers: list[Buffer] = []
-        self._unchanged: list[Buffer] = []  # those of which the forward left no copy
-        self._late = False
-        self._beside, self._taking = taking, None
-        self._region = taking.region
+        self._unchanged: Sequence[Buffer] = ()  # those of which the forward left no copy
+        self._hooks: list[int] = []  # the places of tables of hooks, of which some may have removed themselves
+        self._late = False  # whether the first call gives memory to parameters
+        self._roots: list[tuple[nn.Module, bool]] = []
+        self._below: set[int] = set()  # the modules that were added with all below them
+        self.seen: dict[int, nn.Module] = {}
         self.weights: list[torch.Tensor] = []
         self.weight_versions: list[int] = []
+        self._since = 0  # a version of dictionaries: that of one that is made as the forward begins
+        self._written = range(0)  # the versions of dictionaries that have been written to since
         for root, below in roots:
             self.add(root, below)
         self._since = version_of_dict({})
@@ -280,7 +402,7 @@ class Modules:
             return
         if self._outer is not None:
             self._outer.add(root, below)
-        if self._since:  # up to here; the first look at an object's attributes makes their dictionary
+        if self._since:  # up to here: the first look at an object's attributes makes their dictionary
             self._written = range(self._since, version_of_dict({}))
         self._roots.append((root, below))
         if below:
@@ -304,68 +426,68 @@ class Modules:
         self.weight_versions += map(version_of, found)
 
     def _read(self, modules: list[nn.Module], tree: _Tree) -> None:
+        """Notes the attributes of some modules, then their tables of parameters, buffers, children and hooks."""
         own: list[dict[str, Any]] = [*map(_dict_of, modules)]
         each = [*map(_tables_of, own)]
-        start, size = len(self._dicts), len(own)
+        start, size, known = len(self._dicts), len(own), len(self._buffers)
+        self._attributes.update(range(start, start + size))
         dicts = [*own, *_flat(each)]
         versions = [*map(version_of_dict, dicts)]
-        self._dicts += dicts
-        self._then += map(dict.copy, dicts)
-        self._versions += versions
+        self._note([*modules, *_flat(map(itertools.repeat, modules, _FIVE))], dicts, versions)
         if self._written:
             early = [i for i, version in enumerate(versions, start) if version in self._written]
             self._early.update((i, dict(self._dicts[i])) for i in early)
-        self._owners += [*modules, *_flat(map(itertools.repeat, modules, itertools.repeat(len(_TABLES))))]
         if versions[:size] != tree.versions:
             tree.look_at(own, versions[:size])
-        known = len(self._buffers)
         if self._taking is not None:
             self._taking.written = self._written
         special = tree.special
         if tree.tuples and not PLAIN.issuperset(map(type, _flat([own[i][name] for i, name in tree.tuples]))):
             special = [*special, *tree.tuples]
         for i, name in special:
-            self._take(start + i, name, f"attribute '{name}' of {type(modules[i]).__name__}")
+            self._take(start + i, name)
         for i, (parameters, buffers, _, before, after) in enumerate(each):
+            place = start + size + len(_TABLES) * i  # of the first table
             if buffers:
-                self._note_buffers(start + size + 5 * i + 1, modules[i], buffers, start + i)
+                self._note_buffers(place + 1, buffers, start + i)
             if before or after:
-                self._note_hooks(start + size + 5 * i + 3, modules[i], own[i])
+                self._note_hooks(place + 3, own[i])
             if not _ORDINARY.issuperset(map(type, parameters.values())):
-                self._note_others(start + size + 5 * i, modules[i], parameters)
+                self._note_others(place, parameters)
         if new := self._buffers[known:]:
-            with torch.no_grad():
-                tensors = [one.tensor for one in new if one.tensor is not None]
-                for one, noted in zip(new, note(tensors), strict=True):
-                    one.then = noted
-        if tree.managed:
-            self._leave_to_wrappers(tree, start, size)
-        taking = self._taking
-        if taking is not None:
-            if taking.generators and self._add_generators is not None:
-                self._add_generators(taking.generators)
-            taking.generators, taking.modules = [], []
+            note_values(new)
+        for i in tree.managed:  # a wrapper of torch.distributed looks after all but these
+            self._note_part(start + i, ("training",))
+            for table in (0, 2, 3, 4):
+                self._note_part(start + size + len(_TABLES) * i + table)
+        if self._taking is not None:
+            if self._taking.generators and self._add_generators is not None:
+                self._add_generators(self._taking.generators)
+            self._taking.generators, self._taking.modules = [], []
 
-    def _take(self, place: int, name: str, label: str) -> None:
-        """Takes an entry of a dictionary."""
+    def _take(self, place: int, name: str) -> None:
+        """Takes an entry of a dictionary: a tensor, container, object or generator."""
         value = self._then[place][name]
         if is_plain_tuple(value) or type(value) in _LAZY or (isinstance(value, torch.Tensor) and value.is_inference()):
             return
         if isinstance(value, torch.Tensor) and self._then[place].get("training") and _may_be_written(value):
-            self._then[place][name] = buffer = Buffer(value, training=False)
-            self._buffers.append(buffer)
-            self._loose.setdefault(place, []).append(name)
+            self._buffers.append(Buffer(value, training=False))
+            self._put(place, name, self._buffers[-1])
             return
         if self._taking is None:
             self._taking = Taking(self._region, None, beside=self._beside)
             self._taking.written = self._written
+        owner, entries = self._owners[place], self._dicts[place]
+        parameters, buffers = owner.__dict__["_parameters"], owner.__dict__["_buffers"]
+        kind = "parameter" if entries is parameters else "buffer" if entries is buffers else "attribute"
+        label = f"{kind} '{name}' of {type(owner).__name__}"
         taken = self._taking.take(value, label, REACHED, inside=True)
         if taken is not value:
-            self._then[place][name] = taken
-            self._loose.setdefault(place, []).append(name)
+            self._put(place, name, taken)
 
-    def _note_buffers(self, place: int, module: nn.Module, buffers: dict[str, Any], own: int) -> None:
-        training = vars(module).get("training", True)
+    def _note_buffers(self, place: int, buffers: dict[str, Any], own: int) -> None:
+        training, then = self._dicts[own].get("training", True), self._then[place]
+        names: list[str] = []
         for name, value in buffers.items():
             if value is None:
                 continue
@@ -374,53 +496,41 @@ class Modules:
             elif value.is_inference() or _torch.is_emptied(value):
                 continue
             elif value.requires_grad:
-                self._take(place, name, f"buffer '{name}' of {type(module).__name__}")
+                self._take(place, name)
             elif training or _is_small(value):
-                self._then[place][name] = buffer = Buffer(value, training, own)
+                then[name] = buffer = Buffer(value, training, own)
                 self._buffers.append(buffer)
-                self._loose.setdefault(place, []).append(name)
+                names.append(name)
             else:
                 self.weights.append(value)
                 self.weight_versions.append(value._version)
+        if names:  # as `_put`, without its calls: a model has many buffers
+            self._opens.setdefault(place, []).extend(names)
 
-    def _note_hooks(self, place: int, module: nn.Module, own: dict[str, Any]) -> None:
+    def _note_hooks(self, place: int, own: dict[str, Any]) -> None:
         more = [own[name] for name in _MORE_HOOKS if name in own]
         self._hooks += [place, place + 1, *range(len(self._dicts), len(self._dicts) + len(more))]
-        self._dicts += more
-        self._then += map(dict.copy, more)
-        self._versions += map(version_of_dict, more)
-        self._owners += [module] * len(more)
+        self._note([self._owners[place]] * len(more), more, [*map(version_of_dict, more)])
 
-    def _note_others(self, place: int, module: nn.Module, parameters: dict[str, Any]) -> None:
+    def _note_others(self, place: int, parameters: dict[str, Any]) -> None:
         """Takes parameters that are no `Parameter`: lent by `functional_call`, of a subclass, or without memory yet."""
         for name, value in parameters.items():
             if type(value) in _LAZY:
                 self._late = True
             elif value is not None and not _torch.is_parameter(value):
-                self._take(place, name, f"parameter '{name}' of {type(module).__name__}")
-
-    def _leave_to_wrappers(self, tree: _Tree, start: int, size: int) -> None:
-        """Forgets of the modules in a wrapper all but whether they train, and buffers."""
-        self._partial = {*self._partial}
-        for i in tree.managed:
-            own = self._then[start + i]
-            self._then[start + i] = {"training": own["training"]} if "training" in own else {}
-            for table in (0, 2, 3, 4):
-                self._then[start + size + 5 * i + table] = {}
-            self._partial |= {start + i, *(start + size + 5 * i + table for table in (0, 2, 3, 4))}
+                self._take(place, name)
 
     # --- the forward is over ----------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
-        """After the forward: drops copies of what did not change, and hooks that have removed themselves."""
-        self._beside = None
+    def settled(self) -> Modules:
+        """After the forward: drops copies of what did not change; returns what replays go by, for most this itself."""
         if self._late:  # a LazyModule is not what it was before its first call
-            roots, self._roots = self._roots, []
-            again = Modules(Taking(self._region, None), None, roots=roots)
-            for name in self.__slots__:
-                setattr(self, name, getattr(again, name))
-        for place, noted in self._early.items():
-            self._note_end(place, noted)
+            again = Modules(Taking(self._region, None), None, roots=self._roots)
+            again._late = False
+            return again.settled()
+        self._beside = None
+        for place in self._early:
+            self._note_left(place)
         for place in self._hooks:
             table = self._dicts[place]
             self._then[place] = {key: hook for key, hook in self._then[place].items() if key in table}
@@ -429,34 +539,31 @@ class Modules:
             written = {*self._early, *itertools.compress(itertools.count(), differs)}
             for buffer in self._buffers:
                 buffer.settle(written)
-        self._unchanged = [buffer for buffer in self._buffers if buffer.then is None]
+            self._unchanged = [buffer for buffer in self._buffers if buffer.then is None]
         if self._taking is not None:
             self._taking.settle()
+        self._early = {}  # which holds all that was there, also what may lead to the graph
+        return self
 
-    def _note_end(self, place: int, noted: dict[Any, Any]) -> None:
-        """Has a replay find in a dictionary what the forward left there.
-
-        The function had written to it before its module was called, so nobody knows what the forward had found.
-        """
-        entries, then = self._dicts[place], self._then[place]
-        same = {name for name, value in entries.items() if name in noted and noted[name] is value}
-        self._then[place] = {name: then[name] if name in same else value for name, value in entries.items()}
-        gone = [one for name, one in then.items() if name not in same and type(one) is Buffer]
-        self._buffers = [buffer for buffer in self._buffers if not any(buffer is one for one in gone)]
-        if place in self._loose:
-            self._loose[place] = [name for name in self._loose[place] if name in same]
-        for name in entries.keys() - same:
-            value = entries[name]
-            if entries is vars(self._owners[place])["_buffers"] and value is not None and not value.requires_grad:
-                self._then[place][name] = buffer = Buffer(value, training=True)
-                (buffer.then,) = note([value])
-                self._buffers.append(buffer)
-                self._loose.setdefault(place, []).append(name)
+    def _note_left(self, place: int) -> None:
+        """Notes what the forward has left in a dictionary that was written to too early."""
+        before = self._then[place]
+        names = self._note_again(place)
+        now = self._then[place]
+        gone = [id(one) for name, one in before.items() if type(one) is Buffer and now.get(name) is not one]
+        if gone:
+            self._buffers = [buffer for buffer in self._buffers if id(buffer) not in gone]
+        is_buffers = self._dicts[place] is self._owners[place].__dict__["_buffers"]
+        for name in names:
+            value = self._then[place][name]
+            if is_buffers and value is not None and not value.requires_grad:
+                self._buffers.append(Buffer(value, training=True))
+                note_values(self._buffers[-1:])
+                self._put(place, name, self._buffers[-1])
             elif not isinstance(value, (nn.Module, Parameter)) and type(value) not in PLAIN:
-                self._take(place, name, f"'{name}' of {type(self._owners[place]).__name__}")
-        self._versions[place] = version_of_dict(entries)
+                self._take(place, name)
         if place in self._partial:
-            self._then[place] = {}
+            self._note_part(place)
 
     def changed(self) -> str:
         """Names a weight or buffer that has been changed in place since, with its versions; "" without one."""
@@ -487,70 +594,9 @@ class Modules:
     def _name_of(self, tensor: torch.Tensor) -> str:
         return name_in(self.seen.values(), tensor) or "a weight"
 
-    # --- replay -----------------------------------------------------------------------------------------------------
-
-    def open(self, exchange: Exchange) -> Container[int]:
-        """Has an exchange put back what differs; returns the places of the dictionaries that it looks after."""
-        now = exchange.versions = [*map(version_of_dict, self._dicts)]
-        if now == self._versions and not self._loose:
-            return ()
-        places: list[int] = []
-        for i, (entries, then) in enumerate(zip(self._dicts, self._then, strict=True)):
-            names = self._loose.get(i)
-            if names is None and now[i] == self._versions[i]:
-                continue
-            content = then
-            if names is not None:
-                content = dict(then)
-                for name in names:
-                    content[name] = _opened(then[name], entries.get(name), exchange, self._owners[i])
-            content = self._complete(i, entries, content)
-            if names is not None:
-                exchange.contents[i] = content
-            if not alike(entries, content) or exchange.is_busy(self._owners[i]):
-                exchange.want(self._owners[i], entries, content)
-                places.append(i)
-        return frozenset(places)
-
-    def _complete(self, place: int, entries: dict[Any, Any], content: dict[Any, Any]) -> dict[Any, Any]:
-        """Returns what a dictionary is to hold: what was noted, and of what is left alone the present entries."""
-        if place in self._partial:
-            return {**entries, **content}
-        if "_parameters" in content:
-            left = {key: one for key, one in entries.items() if key in _LEFT}
-            return left | {key: one for key, one in content.items() if key not in _LEFT}
-        return content
-
-    def undo(self, exchange: Exchange) -> None:
-        """Makes dictionaries that a replay found as the forward had, and has changed, what they were."""
-        now = [*map(version_of_dict, self._dicts)]
-        if now == exchange.versions:
-            return
-        for i, (before, after) in enumerate(zip(exchange.versions, now, strict=False)):
-            if before != after and i not in exchange.places:
-                content = exchange.contents.get(i)
-                if content is None:
-                    content = self._complete(i, self._dicts[i], self._then[i])
-                if not alike(self._dicts[i], content):
-                    put(self._dicts[i], content)
-
-    def versions(self) -> list[int]:
-        """The versions of all dictionaries."""
-        return [*map(version_of_dict, self._dicts)]
-
     def rewind(self) -> None:
         """Makes the modules what they were before a forward that has failed and will run again."""
-        exchange = Exchange(self._region)
-        for i, (entries, then) in enumerate(zip(self._dicts, self._then, strict=True)):
-            if i in self._early:
-                continue
-            content = dict(then)
-            for name in self._loose.get(i, ()):
-                one = then[name]
-                now = entries.get(name)
-                mine = type(one) is Buffer and one.tensor is now
-                content[name] = now if mine else _opened(one, now, exchange, None)
-            put(entries, self._complete(i, entries, content))
+        super().rewind()
         with torch.no_grad(), _torch.versions_kept():
             for buffer in self._buffers:
                 if buffer.tensor is not None and buffer.then is not None:
@@ -558,6 +604,7 @@ class Modules:
 
 
 def _opened(value: Any, now: Any, exchange: Exchange, owner: nn.Module | None) -> Any:
+    """Returns what a replay finds in the place of an entry that holds `now`."""
     if type(value) is not Buffer:
         return open_in(now, value, exchange)
     if value.then is None:

@@ -21,7 +21,6 @@ inside that module, and under ZeRO-3 its forward hook would take away the weight
 from __future__ import annotations
 
 import contextlib
-import itertools
 import weakref
 from _thread import RLock
 from collections.abc import Callable, Iterator, Sequence
@@ -40,8 +39,8 @@ from ..state.observer import here, is_exhaustion, tell
 from ..state.tape import HELD, Entry, Run, Tape, thread
 from ..stores import Hooks, Store
 from .exchange import Exchange
-from .guards import World
-from .modules import Modules, Watching, name_in
+from .guards import Opened, World
+from .modules import Watching, name_in
 from .saved_call import ENDINGS, SavedCall, Then
 from .slots import Packed, Read, Slot, Stop, check_values, lend, this_task, unpack, without_history
 from .taken import PLAIN, TAKEN, Around, Name, Taking, changed_weight, open_
@@ -348,7 +347,7 @@ class Recording(Run):
         _torch.push_hooks(pack, unpack)
         thread.run = self
         try:
-            if not self.region_call.watches:
+            if not self.region_call.world.watches:
                 return fn(*args, **kwargs)
             with Watching(self.modules):
                 return fn(*args, **kwargs)
@@ -450,7 +449,6 @@ class RegionCall:
         phase: Where it is.
         transient: Whether it is told of each slot that is read.
         resident: Whether its slots are full, because it is elastic.
-        watches: Whether modules are noted as the function calls them.
         used: Weights that the forward has met and no module or argument has shown, with their versions.
         overrides: Decides about calls with a name in it.
         observers: Its observers; None without any.
@@ -476,41 +474,37 @@ class RegionCall:
         self._lock = RLock()
         if options.check == "values":
             self.fingerprints = _new_fingerprints()
-        if self.store is None:
-            hooks = _torch.ambient_hooks()
-            if hooks is not None:
-                self.store = _ambient_store(outer, hooks)
-            elif thread.waiting:
-                from .discard import store_for
-
-                self.store = store_for(self.name, fn, args, kwargs)
+        if self.store is None and ((hooks := _torch.ambient_hooks()) is not None or thread.waiting):
+            self.store = self._store_around(hooks, fn, args, kwargs, outer)
         left = state.left_to(options.ambients) if len(options.ambients) > len(state.DEFAULT) else ()
         self.taking = taking = Taking(self.name, self.store, left)
-        self._args: Sequence[Any] = args
-        if not PLAIN.issuperset(map(type, args)):
-            self._args = [
-                taking.tensor(value, i) if type(value) is torch.Tensor else taking.argument(value, i)
-                for i, value in enumerate(args)
-            ]
+        self._args: list[Any] = []
+        for i, value in enumerate(args):
+            if type(value) is torch.Tensor:
+                self._args.append(taking.tensor(value, i))
+            else:
+                self._args.append(value if type(value) in PLAIN else taking.argument(value, i))
         self._kwargs = {key: taking.argument(value, Name(key)) for key, value in kwargs.items()} if kwargs else kwargs
-        passed = len(taking.modules)
+        passed = bool(taking.modules)
         owner = fn if isinstance(fn, torch.nn.Module) else options.owner or _owner_of(fn)
         self._fn: Any = fn if owner is not None else taking.function(fn)
         if devices.ACCELERATOR is not None and _torch.in_use():
             self.streams = _torch.streams_of(taking.given)
         ambients = (*options.ambients, ComputedWeights()) if ComputedWeights.cached() else options.ambients
-        self.world = world = World(taking, ambients)
-        self.watches = passed > 0 or (owner is None and taking.may_call_modules)
-        if owner is not None or self.watches:
-            around = None if outer is None else outer.modules
-            add = world.generators.add if options.rng else None
-            roots = [] if owner is None else [(owner, True)]
-            roots += zip(taking.modules, itertools.repeat(thread.calls_hidden))
-            world.modules = Modules(taking, around, add, roots)
-        if options.rng and taking.generators:
-            world.generators.add(taking.generators)
+        around = None if outer is None else outer.modules
+        self.world = World(taking, ambients, owner, passed, around, options.rng)
         self.used: list[tuple[torch.Tensor, int]] = []
         thread.calls += 1
+
+    def _store_around(
+        self, hooks: tuple[Any, Any] | None, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outer: Run | None
+    ) -> Store | None:
+        """Returns what surrounds the call and holds its inputs: saved-tensor hooks, or a result to be discarded."""
+        if hooks is not None:
+            return _ambient_store(outer, hooks)
+        from .discard import store_for
+
+        return store_for(self.name, fn, args, kwargs)
 
     @property
     def final(self) -> RegionCall:
@@ -579,20 +573,11 @@ class RegionCall:
                             done = replay(slot)
                     else:
                         done = replay(slot)
-                except errors.MismatchError as error:
-                    self.release()
-                    self._explain(error)
-                    raise
                 except BaseException as error:
-                    if isinstance(error, RuntimeError):
-                        tell(error, self.name, replaying=True)
-                    self.release()
+                    self._failed(error)
                     raise
                 if not isinstance(slot.content, torch.Tensor):
-                    for record in self._saved_calls():
-                        if record.owns(slot):
-                            raise errors.MismatchError(errors.missed_call(self.name, record.name))
-                    raise errors.MismatchError(_fewer(done, slot))
+                    raise errors.MismatchError(self._missed(slot, done))
             tensor: Any = slot.content
             if _torch.graph_task_id() == -1:
                 self.transient = True
@@ -606,6 +591,21 @@ class RegionCall:
                 self.transient = task.retains
                 task.told[id(self)] = weakref.ref(self)
             return tensor
+
+    def _failed(self, error: BaseException) -> None:
+        """After a replay that has raised: empties every slot, and raises an error that says more, where one can."""
+        if isinstance(error, RuntimeError) and not isinstance(error, errors.MismatchError):
+            tell(error, self.name, replaying=True)
+        self.release()
+        if isinstance(error, errors.MismatchError):
+            self._explain(error)
+
+    def _missed(self, slot: Slot, replay: Replay) -> str:
+        """Text for a replay that has ended, and has left a slot empty."""
+        for record in self._saved_calls():
+            if record.owns(slot):
+                return errors.missed_call(self.name, record.name)
+        return _fewer(replay, slot)
 
     def _explain(self, error: errors.MismatchError) -> None:
         """Raises an error that says more than a mismatch does, where more is known."""
@@ -654,23 +654,23 @@ class RegionCall:
                 name = (modules is not None and name_in(modules.seen.values(), tensor)) or "a weight"
                 raise errors.ChangedError(changed_weight(name, self.name, version, tensor._version))
 
-    def opened(self, exchange: Exchange) -> tuple[Callable[..., Any], Sequence[Any], dict[str, Any]]:
-        """The function and the arguments, for a replay."""
-        world = self.world
-        if world.modules is not None:  # before the arguments, which a module may hold as well
-            exchange.places = world.modules.open(exchange)
-        exchange.context = world.variables.open(exchange)
-        args = [value.open(exchange) if type(value) in TAKEN else value for value in self._args]
+    def opened(self, exchange: Exchange) -> tuple[Opened, Callable[..., Any], list[Any], dict[str, Any]]:
+        """Returns what a replay finds, with the function and the arguments; `exchange` puts back what differs."""
+        found = self.world.open(exchange)
+        args: list[Any] = []
+        for value in self._args:
+            args.append(value.open(exchange) if type(value) in TAKEN else value)  # noqa: PERF401 - one call less
         kwargs = {key: open_(value, exchange) for key, value in self._kwargs.items()} if self._kwargs else {}
         fn = self._fn.open(exchange) if type(self._fn) in TAKEN else self._fn
         for box in self.taking.boxes:
             box.open(exchange)
-        return fn, args, kwargs
+        return found, fn, args, kwargs
 
     def _replay(self, opened: Slot) -> Replay:
         self.check()
-        exchange = Exchange(self.name)
-        fn, args, kwargs = self.opened(exchange)
+        modules = self.world.modules
+        exchange = Exchange(self.name, () if modules is None else modules.seen)
+        found, fn, args, kwargs = self.opened(exchange)
         if self._contexts is not None:
             fn = _within(self._contexts, fn)
         run = Replay(self, exchange, opened)
@@ -679,22 +679,16 @@ class RegionCall:
         grad, outer, overrides, observers = torch.is_grad_enabled(), thread.run, thread.overrides, here.observers
         _torch.set_grad_enabled(True)
         thread.run, thread.overrides, here.observers = run, self.overrides, self.observers
-        watching = Watching(None) if self.watches else None
+        watching = Watching(None) if self.world.watches else None
         try:
             if watching is not None:
                 watching.__enter__()
-            self.world.run(exchange, run.go, fn, args, kwargs)
+            self.world.run(exchange, found, run.go, fn, args, kwargs)
             if self.fingerprints is not None:
                 run.compare_values()
             return run
-        except Read as read:
-            from .shape_only import give_values
-
-            give_values(self.name, read)
-        except Exception as error:
-            if not self._repeats_calls(error):
-                if any(text in str(error) for text in _NO_HISTORY) and self.taking.holds_results():
-                    raise errors.RecomputeError(f"{error}\n  {_through_an_input(self.name)}") from error
+        except (Exception, Read) as error:
+            if not self._another_helps(error):
                 raise
         finally:
             if watching is not None:
@@ -702,6 +696,19 @@ class RegionCall:
             thread.run, thread.overrides, here.observers = outer, overrides, observers
             _torch.set_grad_enabled(grad)
         return self._replay(opened)
+
+    def _another_helps(self, error: Exception | Read) -> bool:
+        """After a replay that has raised: changes what the next one does; False where that would end the same way."""
+        if isinstance(error, Read):
+            from .shape_only import give_values
+
+            give_values(self.name, error)
+            return True
+        if self._repeats_calls(error):
+            return True
+        if any(text in str(error) for text in _NO_HISTORY) and self.taking.holds_results():
+            raise errors.RecomputeError(f"{error}\n  {_through_an_input(self.name)}") from error
+        return False
 
     def was_read(self, slot: Slot, tensor: torch.Tensor) -> None:
         """Empties a slot that has been read."""

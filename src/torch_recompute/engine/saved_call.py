@@ -231,7 +231,7 @@ class SavedCall(Entry):
                 tensor.requires_grad_()
         if self._outputs is None:
             raise errors.MismatchError(errors.missed_call(region, self.name))
-        leaves = [self._hand_out(region, output, inputs) for output in self._outputs]
+        leaves = [self._output(region, output, inputs) for output in self._outputs]
         if self.values_unused:
             from .shape_only import ShapeOnly
 
@@ -242,7 +242,7 @@ class SavedCall(Entry):
                         leaves[place] = made.requires_grad_(output.grad).clone()
         return leaves[0] if self._spec is None else _torch.tree_unflatten(leaves, self._spec)
 
-    def _hand_out(self, region: str, output: Any, inputs: Sequence[torch.Tensor]) -> Any:
+    def _output(self, region: str, output: Any, inputs: Sequence[torch.Tensor]) -> Any:
         if isinstance(output, Kept):
             tensor = self._open(region, output).detach()
             if output.grad:

@@ -1,23 +1,27 @@
 """Notes what a region is called with and what its function holds, and opens it for each replay.
 
-A region is called twice with the same arguments, the second time long after the first. Between the two the caller may
-have emptied a list that was passed, replaced an element, set an attribute or rebound a loop variable. So each value is
-*taken* when the region is called. Most are held as they are. What is not:
+A region's function is called twice with the same arguments, the second time long after the first. Between the two the
+caller may have emptied a list that was passed, replaced an element, set an attribute or rebound a loop variable. So a
+`Taking` looks at each value when the region is called. Most stay as they are. In the place of others stands an object
+that a replay opens:
 
     Held       a tensor: its memory and version without its history, which may come to lead back to the region
     Box        a list, dict, set, deque or plain object, and what it held. A replay is given the same object; where
                its entries differ, those that were noted are in it for the length of the replay
     Node       a tuple, or another container of torch's pytrees that has no attributes
-    Closure    a function: its code, and what its cells held, so that a loop variable is that of its own turn
+    Closure    a function, and what the cells of its closure held: a loop variable is that of its own turn
     PartialOf  a `functools.partial` with one of these in it
+
+There are two ways to look at a value. What is *taken* is put back in a replay. What is only *looked at* is used where
+it is: its tensors are watched, so that a change in place is an error, and modules and generators in it are passed on to
+the guards of these. Arguments, closure variables and attributes of modules are taken; containers in closures, globals,
+and the object of a method are looked at. Neither calls user code.
 
 Objects are held weakly. A builtin container cannot be; it is held as it is, unless it holds a tensor with a history:
 its results may lead back to the region, and nothing collects a cycle through the graph. Then its entries alone are
 held, and wherever a replay would meet that container (an argument, a cell, an attribute) it meets one and the same
 other, with these entries. A tensor may also come by a history later, by being changed in place; so each container is
 asked again before Python collects garbage.
-
-A cell that the function itself writes (`nonlocal`) is its own state and left alone. Looking calls no user code.
 
 Rejected: copies of containers and objects for each replay. A function that is given a list which a module holds as well
 would write into one and read the other.
@@ -41,7 +45,7 @@ import torch
 from torch import nn
 
 from .. import _torch, errors
-from .._torch import is_parameter, storage_id, version_of, version_of_dict
+from .._torch import is_parameter, storage_id, version_of_dict
 from .._torch.tensors import apart, has_history, wants_grad
 from ..stores import Hooks, Store, Stored
 from .exchange import CONTAINERS, Exchange, alike, entries_of, note
@@ -78,7 +82,7 @@ ARGUMENT, CELL, REACHED = Role
 
 
 class Memory:
-    """A small memory that a function reaches, and what is in it; tensors that share it share this."""
+    """The values of a small tensor that a function reaches; tensors that share its memory share this."""
 
     __slots__ = ("_flat", "_then", "_version")
 
@@ -125,8 +129,8 @@ class Held:
             if not self._grad and not self.held.requires_grad:
                 self._was = weakref.ref(tensor)
 
-    def copy(self, memory: Memory) -> None:
-        """Has replays find the values that it has now in its memory."""
+    def note_values(self, memory: Memory) -> None:
+        """Has replays find the values that its memory has now."""
         self._memory = memory
 
     def is_in_place(self, tensor: torch.Tensor) -> None:
@@ -134,12 +138,12 @@ class Held:
         self._was, self._in_place = weakref.ref(tensor), True
 
     @property
-    def copied(self) -> bool:
+    def has_values(self) -> bool:
         """Whether replays find the values that it had."""
         return self._memory is not None
 
     @property
-    def may_be_copied(self) -> bool:
+    def is_constant(self) -> bool:
         """Whether it has no gradient and is not in a store."""
         return type(self.held) is not Stored and not self._grad and not self.held.requires_grad
 
@@ -185,6 +189,9 @@ class Held:
 
 class Box:
     """A container or a plain object, and what it held.
+
+    It keeps a plain object by a weak reference (`_weak`), and a container itself (`_object`) until that leads to a
+    graph; from then on an empty one of its class (`_empty`), which each replay fills.
 
     Attributes:
         label: What errors call it.
@@ -274,8 +281,8 @@ class Box:
         return dict(old) if isinstance(inside, dict) else [*old]
 
 
-class Tensors(Box):
-    """An object whose method a region calls, and the small tensors among its attributes; no other one is put back."""
+class SmallTensors(Box):
+    """The small tensors among the attributes of an object whose method a region calls; no other one is put back."""
 
     __slots__ = ()
 
@@ -437,17 +444,21 @@ def content_of(cell: types.CellType) -> Any:
 class PartialOf:
     """A `functools.partial` of what is taken."""
 
-    __slots__ = ("_args", "_attributes", "_inner", "_keywords", "_kind")
+    __slots__ = ("_args", "_attributes", "_inner", "_keywords", "_kind", "_partial")
 
     def __init__(self, partial: functools.partial[Any], inner: Any, args: list[Any], keywords: dict[str, Any]) -> None:
         self._kind, self._attributes = type(partial), partial.__dict__
         self._inner, self._args, self._keywords = inner, args, keywords
+        self._partial = weakref.ref(partial)
 
     def open(self, exchange: Exchange) -> Any:
-        """The partial again."""
+        """The partial itself, if it holds what it held; else one like it."""
         args = [open_(one, exchange) for one in self._args]
         keywords = {name: open_(one, exchange) for name, one in self._keywords.items()}
-        made = self._kind(open_(self._inner, exchange), *args, **keywords)
+        inner, made = open_(self._inner, exchange), self._partial()
+        if made is not None and inner is made.func and alike(made.args, args) and alike(made.keywords, keywords):
+            return made
+        made = self._kind(inner, *args, **keywords)
         if self._attributes:
             made.__dict__.update(self._attributes)
         return made
@@ -536,14 +547,14 @@ def _element_of(label: Any) -> Any:
 
 
 class Taking:
-    """Takes the arguments and the function of one call of a region.
+    """Takes the arguments and the function of one call of a region, or what its modules hold.
 
     Args:
         region: The region's name, for errors.
         store: Where the tensors are kept; None for where they are.
         left: The storages of tensors that something else puts back, in place.
-        beside: That of the call, of which this one takes what modules hold: an object that both meet is taken once, and
-            containers of plain values within others are held as they are.
+        beside: That of the call, where this one takes what the call's modules hold. An object that both meet is taken
+            once. Functions, and containers that hold plain values within other containers, stay as they are.
 
     Attributes:
         region: The region's name, for errors.
@@ -560,35 +571,20 @@ class Taking:
     """
 
     __slots__ = (
-        *(
-            "_closures",
-            "_held",
-            "_labels",
-            "_left",
-            "_memories",
-            "_shallow",
-            "_spoiled",
-            "_storages",
-            "_taken",
-            "_watched",
-            "_early",
-            "_own_cells",
-        ),
-        *("_watched_versions", "boxes", "generators", "given", "ids", "may_call_modules", "modules", "region"),
+        *("_closures", "_early", "_held", "_left", "_memories", "_own_cells", "_of_modules", "_spoiled", "_storages"),
+        *("_taken", "_watched", "boxes", "generators", "given", "ids", "may_call_modules", "modules", "region"),
         *("store", "views", "written"),
     )
 
     def __init__(
         self, region: str, store: Store | None, left: Container[int] = (), beside: Taking | None = None
     ) -> None:
-        self.region, self.store, self._shallow = region, store, beside is not None
+        self.region, self.store, self._of_modules = region, store, beside is not None
         self._held: list[Held] = []
         self.boxes: list[Box] = []
         self._spoiled: tuple[Any, int, int] | None = None  # a tensor in a store that the region itself has changed
         self._closures: list[tuple[Closure, tuple[types.CellType, ...], list[Any]]] = []
-        self._labels: list[Any] = []
-        self._watched: list[torch.Tensor] = []
-        self._watched_versions: list[int] = []
+        self._watched: list[tuple[Any, torch.Tensor, int]] = []  # label, tensor, version: a change of these is an error
         self._taken: dict[int, Any] = {} if beside is None else beside._taken
         self._left = left if beside is None else beside._left
         self._memories: dict[int, Memory] = {}
@@ -627,9 +623,9 @@ class Taking:
         return taken
 
     def take(self, value: Any, label: Any, role: Role = ARGUMENT, inside: bool = False) -> Any:
-        """Takes a value; one that is `inside` a container or object stays there."""
+        """Takes a value. A replay is given a tensor itself that is `inside` a container or object."""
         kind = type(value)
-        if kind in ATOMS and (kind is not types.FunctionType or role is ARGUMENT or self._shallow):
+        if kind in ATOMS and (kind is not types.FunctionType or role is ARGUMENT or self._of_modules):
             return value
         if isinstance(value, torch.Tensor):
             held = self.tensor(value, label, role)
@@ -643,7 +639,7 @@ class Taking:
             self.modules.append(value)
         elif isinstance(value, torch.Generator):
             self.generators.append(value)
-        elif role is REACHED and not self._shallow and not isinstance(value, (tuple, functools.partial, *_CALLED)):
+        elif role is REACHED and not self._of_modules and not isinstance(value, (tuple, functools.partial, *_CALLED)):
             self.look(label, value)
         elif kind in _BUILTIN or (isinstance(value, CONTAINERS) and _torch.is_container(value)):
             return self._box(value, label, role)
@@ -651,7 +647,7 @@ class Taking:
             return self._node(value, label, role, inside)
         elif is_config(value):
             return self._box(value, label, role)
-        elif role is REACHED and not self._shallow:
+        elif role is REACHED and not self._of_modules:
             return self._called(value, label)
         return value
 
@@ -666,7 +662,7 @@ class Taking:
 
     def _entry(self, role: Role, value: Any, label: Any) -> Any:
         """Takes what is in a container or object."""
-        if self._shallow and isinstance(value, CONTAINERS) and _nothing_to_take(_values(value)):
+        if self._of_modules and isinstance(value, CONTAINERS) and _nothing_to_take(_values(value)):
             return value
         return self.take(value, label, role, inside=True)
 
@@ -706,31 +702,26 @@ class Taking:
             self.ids[key] = held.version
         if role is not REACHED and tensor._is_view():
             self.views = True
-        if type(held.held) is not Stored and (role is ARGUMENT or not self._copies(held, tensor)):
-            self._labels.append(label)
-            self._watched.append(held.held)
-            self._watched_versions.append(held.version)
+        if type(held.held) is not Stored and (role is ARGUMENT or not self._notes_values(held, tensor)):
+            self._watched.append((label, held.held, held.version))
         return held
 
-    def _copies(self, held: Held, tensor: torch.Tensor) -> bool:
-        """Copies a small tensor that the function reaches, and may change in place; False for one to be watched."""
-        if (
-            held.may_be_copied
-            and type(tensor) is torch.Tensor
-            and tensor.layout is torch.strided
-            and not tensor.is_nested
-        ):
-            storage = storage_id(tensor)
-            if storage in self._left:
-                return True
-            size = tensor.untyped_storage().nbytes()
-            if 0 < size <= SMALL and not (tensor.is_conj() or tensor.is_neg()):
-                memory = self._memories.get(storage)
-                if memory is None:
-                    memory = self._memories[storage] = Memory(tensor)
-                held.copy(memory)
-                return True
-        return False
+    def _notes_values(self, held: Held, tensor: torch.Tensor) -> bool:
+        """Notes the values of a small tensor, which the function may change in place; False for one to be watched."""
+        if not held.is_constant or type(tensor) is not torch.Tensor:
+            return False
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            return False
+        storage = storage_id(tensor)
+        if storage in self._left:
+            return True
+        if not 0 < tensor.untyped_storage().nbytes() <= SMALL or tensor.is_conj() or tensor.is_neg():
+            return False
+        memory = self._memories.get(storage)
+        if memory is None:
+            memory = self._memories[storage] = Memory(tensor)
+        held.note_values(memory)
+        return True
 
     # --- functions ------------------------------------------------------------------------------------------------
 
@@ -773,7 +764,7 @@ class Taking:
         return value
 
     def _attributes(self, owner: Any) -> None:
-        """Looks at what an object holds whose method is called."""
+        """Looks at the attributes of an object whose method is called; takes the small tensors among them."""
         if id(owner) in self._taken:
             return
         self._taken[id(owner)] = owner
@@ -782,40 +773,29 @@ class Taking:
             label = f"attribute '{name}'"
             if type(value) is torch.Tensor and id(value) not in self._taken:
                 held = self.tensor(value, label, REACHED)
-                if type(held) is Held and held.copied:
+                if type(held) is Held and held.has_values:
                     tensors[name] = held
             elif type(value) not in ATOMS:
                 self.look(label, value)
         if tensors:
-            self.boxes.append(Tensors(owner, tensors))
+            self.boxes.append(SmallTensors(owner, tensors))
 
     def _closure(self, fn: types.FunctionType, label: Any = "") -> Any:
+        """Takes a function: what its cells and defaults hold. The globals that it names are looked at."""
         self._taken[id(fn)] = fn  # if it holds itself
         names, writes = _look_at(fn.__code__)
-        scope = fn.__globals__
-        for name in names:
-            value = scope.get(name)
-            if type(value) not in ATOMS:
-                self.look(label or f"global '{name}'", value)
-                self.may_call_modules = True
-            elif type(value) not in PLAIN and not _is_of_torch(value):
-                self.may_call_modules = True
+        if names:
+            self._globals(fn, names, label)
         defaults: Any = fn.__defaults__
         keywords: Any = fn.__kwdefaults__
         if defaults or keywords:
-            self.may_call_modules = True
-            take = functools.partial(self.take, label=label or f"a default of {fn.__name__}", role=REACHED)
-            defaults = defaults and [*map(take, defaults)]
-            keywords = keywords and {name: take(one) for name, one in keywords.items()}
-            every = (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values())
-            if not fn.__closure__ and all(map(operator.is_, every, (*(defaults or ()), *(keywords or {}).values()))):
-                return fn
-        elif not fn.__closure__:
+            defaults, keywords = self._defaults(fn, label)
+        there = fn.__closure__
+        if there is None and defaults is fn.__defaults__ and keywords is fn.__kwdefaults__:
             return fn
         cells: list[Any] = []
-        there = fn.__closure__ or ()
-        contents = contents_of(there)
-        for name, cell, value in zip(fn.__code__.co_freevars, there, contents, strict=True):
+        contents = contents_of(there or ())
+        for name, cell, value in zip(fn.__code__.co_freevars, there or (), contents, strict=True):
             if name in writes:  # its own state
                 cells.append(cell)
                 self._own_cells.add(id(cell))
@@ -827,11 +807,30 @@ class Taking:
                 self.may_call_modules = self.may_call_modules or not _is_of_torch(value)
                 cells.append(self._variable(value, label or f"closure variable '{name}'"))
         closure = Closure(fn, cells, defaults, keywords)
-        self._closures.append((closure, there, contents))
+        self._closures.append((closure, there or (), contents))
         return closure
 
+    def _globals(self, fn: types.FunctionType, names: Sequence[str], label: Any) -> None:
+        scope = fn.__globals__
+        for name in names:
+            value = scope.get(name)
+            if type(value) not in ATOMS:
+                self.look(label or f"global '{name}'", value)
+                self.may_call_modules = True
+            elif type(value) not in PLAIN and not _is_of_torch(value):
+                self.may_call_modules = True
+
+    def _defaults(self, fn: types.FunctionType, label: Any) -> tuple[Any, Any]:
+        """Takes a function's defaults; returns its own ones where there is nothing to open."""
+        self.may_call_modules = True
+        take = functools.partial(self.take, label=label or f"a default of {fn.__name__}", role=REACHED)
+        defaults, keywords = fn.__defaults__ or (), fn.__kwdefaults__ or {}
+        taken, by_name = [*map(take, defaults)], {name: take(one) for name, one in keywords.items()}
+        same = all(map(operator.is_, defaults, taken)) and all(map(operator.is_, keywords.values(), by_name.values()))
+        return (fn.__defaults__, fn.__kwdefaults__) if same else (taken, by_name)
+
     def _variable(self, value: Any, label: Any) -> Any:
-        """Takes what a cell holds. A function in it is as the region's own; a list or object is read where it is."""
+        """Takes what a cell holds: functions, partials, tuples. A container or object there is only looked at."""
         taken = self._taken.get(id(value))
         if taken is not None:
             return taken
@@ -845,16 +844,14 @@ class Taking:
         return self.take(value, label, REACHED)
 
     def look(self, label: Any, value: Any) -> None:
-        """Collects tensors, to compare their versions, generators and modules among values that are not noted."""
+        """Looks at a value that is not taken: notes the tensors, generators and modules in it."""
         kind = type(value)
         if kind in PLAIN or id(value) in self._taken:
             return
         if isinstance(value, torch.Tensor):
             self._taken[id(value)] = value
             if not value.is_inference() and storage_id(value) not in self._left:
-                self._labels.append(label)
-                self._watched.append(apart(value))
-                self._watched_versions.append(value._version)
+                self._watched.append((label, apart(value), value._version))
         elif isinstance(value, nn.Module):
             self.modules.append(value)
         elif kind is torch.Generator:
@@ -885,7 +882,7 @@ class Taking:
 
     def forget(self) -> None:
         """Drops everything: there will be no replay."""
-        self._held, self.boxes, self._watched, self._watched_versions, self.given = [], [], [], [], []
+        self._held, self.boxes, self._watched, self.given = [], [], [], []
 
     def given_labels(self) -> list[tuple[str, torch.Tensor]]:
         """The tensors with what errors call them, while the forward runs."""
@@ -898,10 +895,10 @@ class Taking:
     def changed(self) -> str:
         """Names a tensor that has been changed in place, by the region itself or since; "" without one."""
         spoiled = self._spoiled
-        now = [*map(version_of, self._watched)]
-        if now != self._watched_versions:
-            every = zip(self._labels, self._watched_versions, now, strict=True)
-            spoiled = next((label, then, version) for label, then, version in every if then != version)
+        for label, tensor, version in self._watched:
+            if tensor._version != version:
+                spoiled = label, version, tensor._version
+                break
         if spoiled is None:
             return ""
         label, then, version = spoiled
@@ -911,7 +908,10 @@ class Taking:
 
     def check(self) -> None:
         """Raises a `ChangedError` if a tensor has been changed in place, by the region itself or since."""
-        if self._spoiled is not None or [*map(version_of, self._watched)] != self._watched_versions:
+        changed = self._spoiled is not None
+        for _, tensor, version in self._watched:
+            changed = changed or tensor._version != version
+        if changed:
             raise errors.ChangedError(self.changed())
 
 

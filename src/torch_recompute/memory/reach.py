@@ -85,12 +85,13 @@ class Reach:
             if wants_grad(tensor) == grad:
                 yield Reached("", name, type(None), tensor)
 
-    def keep(self) -> list[tuple[Any, Any]]:
+    def keep(self) -> list[tuple[Any, Any, bool]]:
         """Returns what the modules hold, and the containers that are their attributes, for `put_back`."""
         own = [vars(module) for module in self.modules]
         tables = [held[name] for held in own for name in _TABLES]
         small = [inside for inside in map(inside_of, self._containers) if len(inside) <= MANY]
-        return [(held, entries_of(held)) for held in (*own, *tables, *small)]
+        ordered = [(held, entries_of(held), True) for held in (*tables, *small)]
+        return [*((held, entries_of(held), False) for held in own), *ordered]
 
     # --- looking ----------------------------------------------------------------------------------------------------
 
@@ -156,7 +157,7 @@ class Reach:
                     self._look(label, one)
 
 
-def put_back(kept: Sequence[tuple[Any, Any]]) -> None:
+def put_back(kept: Sequence[tuple[Any, Any, bool]]) -> None:
     """Has modules and containers hold what `Reach.keep` noted."""
-    for held, then in kept:
-        put(held, then)
+    for held, then, ordered in kept:
+        put(held, then, ordered)
