@@ -33,6 +33,7 @@ from torch_recompute.memory.workspaces import (
 from torch_recompute.planner.planner import Planner
 from torch_recompute.simulation import simulate_step
 from torch_recompute.simulation.devices import Where
+from torch_recompute.simulation.fake_mode import FakeMode
 from torch_recompute.simulation.training_step import TrainingStep
 
 aten: Any = torch.ops.aten
@@ -752,7 +753,7 @@ def test_a_step_for_a_gpu_counts_workspaces(monkeypatch: pytest.MonkeyPatch) -> 
     """The promised peak has attention's, in its backward, and cuBLAS's, which no forward keeps."""
     x = torch.randn(2, 128, 64, dtype=torch.bfloat16)
     counted = simulate_step(TrainingStep(Attending(), (x,), loss=mean_loss, device=Where(target="cuda 8.0")))
-    monkeypatch.setattr("torch_recompute.simulation.fake_mode.taken_on_cuda", lambda *_: 0)
+    monkeypatch.setattr(FakeMode, "workspace", lambda *_: 0)
     without = simulate_step(TrainingStep(Attending(), (x,), loss=mean_loss, device=Where(target="cuda 8.0")))
     assert counted.peak_bytes - without.peak_bytes == 4 * 2 * 2 * 128 * (32 + 1)
     assert counted.saved_bytes < kept_by_cublas((8, 0)) < without.peak_bytes

@@ -11,6 +11,7 @@ which would be counted. The generators are as they were before the mode.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -137,16 +138,9 @@ class FakeMode(TorchDispatchMode):
         """Bytes that an operation takes while it runs, or why they are not known."""
         if ran.taken is not None:
             return ran.taken
-        if self.host == APART and any(device == APART for device, _ in (*ran.given, *ran.results)):
-            return 0
-        inputs = ran.args, ran.kwargs
         if not self._target:
-            return 0 if ran.once(_takes_nothing) else workspace(ran.func, inputs)
-        known = taken_on_cuda(ran.func, *inputs, self.capability) if self.capability else None
-        if known is not None:
-            return known
-        nothing = not ran.given or takes_nothing(ran.func, inputs, self._target)
-        return 0 if nothing else f"there is no {self._target} device here to ask"
+            return 0 if ran.once(_takes_nothing) else workspace(ran.func, (ran.args, ran.kwargs))
+        return ran.once(_workspace_on(self._target, self.host))
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:  # no compiled code calls this, and torch's guard takes a third of a call
@@ -327,6 +321,24 @@ class FakeMode(TorchDispatchMode):
 def _takes_nothing(ran: Operation) -> bool:
     inputs = ran.args, ran.kwargs
     return takes_nothing(ran.func, inputs, target_of(inputs))
+
+
+@functools.cache
+def _workspace_on(target: str, host: torch.device) -> Callable[[Operation], int | str]:
+    """Returns what says the bytes that an operation takes on a device that is not here; see `FakeMode.workspace`."""
+    capability = capability_of(target)
+
+    def taken(ran: Operation) -> int | str:
+        if host == APART and any(device == APART for device, _ in (*ran.given, *ran.results)):
+            return 0
+        inputs = ran.args, ran.kwargs
+        known = taken_on_cuda(ran.func, *inputs, capability) if capability else None
+        if known is not None:
+            return known
+        nothing = not ran.given or takes_nothing(ran.func, inputs, target)
+        return 0 if nothing else f"there is no {target} device here to ask"
+
+    return taken
 
 
 def grouped(
