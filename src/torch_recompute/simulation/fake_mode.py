@@ -190,8 +190,9 @@ class FakeMode(TorchDispatchMode):
             else:
                 return NotImplemented
         if not is_operator(func):
+            args, kwargs = self._all_fake(args), self._all_fake(kwargs)
             with self._fakes:
-                return func(*self._all_fake(args), **self._all_fake(kwargs))
+                return func(*args, **kwargs)
         if not fake:
             return self._real(func, args, kwargs, real)
         views, writing, reads = kind_of(func)
@@ -302,8 +303,8 @@ class FakeMode(TorchDispatchMode):
         return each_tensor(values, lambda value: value if type(value) is FakeTensor else self._fake(value))
 
     def _fake(self, real: torch.Tensor) -> torch.Tensor:
-        with self._fakes:
-            return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=real.device)
+        meta = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="meta")
+        return self._recipes.make(meta, real.device)
 
     def values_of(self, fake: torch.Tensor, what: str) -> torch.Tensor:
         """Made-up values of a fake tensor for what is not PyTorch, as NumPy."""

@@ -80,12 +80,13 @@ class Recipes:
         target: See `FakeMode`.
 
     Attributes:
+        make: Makes fakes of tensors on meta.
         by_layout: What is remembered: for this machine, or for another target.
         known: What `Operation.once` knows of the operation that was answered last; None for one that is not remembered.
     """
 
     def __init__(self, fakes: FakeTensorMode, target: str) -> None:
-        self._fakes, self._target, self._make = fakes, target, FakeMaker(fakes)
+        self._fakes, self._target, self.make = fakes, target, FakeMaker(fakes)
         self.by_layout = _recipes[bool(target)]
         self.known: dict[Any, Any] | None = None
 
@@ -199,7 +200,7 @@ class Recipes:
                     made.untyped_storage().resize_(nbytes)
             else:
                 made = lay(tensors[source].untyped_storage(), offset, (shape, stride), dtype, "meta")
-            return self._make(made, device)
+            return self.make(made, device)
         if recipe is _NOTHING:
             return None
         if type(recipe) is int:
