@@ -73,6 +73,9 @@ def pop_dispatch_mode() -> None:
 without_modes: Callable[[], AbstractContextManager[None]] = _C._DisableTorchDispatch
 """A context in which operations run as they are, whatever dispatch modes are active."""
 
+without_functions: Callable[[], AbstractContextManager[None]] = _C.DisableTorchFunction
+"""A context in which functions and methods run as they are, whatever function modes are active."""
+
 
 # --- flags --------------------------------------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ from torch import nn
 from .. import _torch
 from .._torch import in_backward
 from .._torch.compiler import all_uncompiled, calls_compiled
+from .._torch.modes import without_functions
 from ..errors import ArgumentError, RecomputeError
 from ..errors.text import in_html, shown
 from ..state.observer import observing
@@ -371,11 +372,12 @@ class Measurement:
 
     def _look(self) -> None:
         """Updates sizes from parameters, gradients and optimizer state."""
-        for thing in self._alive():
-            if isinstance(thing, torch.Tensor):
-                self._mark(thing.grad, GRADIENTS)
-            else:
-                self._mark(thing.state, OPTIMIZER)
+        with without_functions():  # each of which would be shown to those around a step, as to `simulate`'s
+            for thing in self._alive():
+                if isinstance(thing, torch.Tensor):
+                    self._mark(thing.grad, GRADIENTS)
+                else:
+                    self._mark(thing.state, OPTIMIZER)
         for ledger in self._ledgers.values():
             ledger.refresh()
             if self._watch is not None:
