@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import gc
 import json
 import re
 import runpy
@@ -177,5 +178,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     light_parser().parse_args(words)  # prints and ends the process if it is a question or wrong
     sys.argv = ["torch-recompute", *words]
+    gc.disable()  # for the imports, of which hardly anything is garbage; `torch_recompute.__main__` enables it
     runpy.run_module("torch_recompute", run_name="__main__")  # which ends the process
     return 0

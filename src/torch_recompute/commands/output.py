@@ -56,7 +56,7 @@ PICTURES = (".png", ".svg", ".pdf")
 def collecting_rarely() -> Generator[None]:
     """Lets Python look for cyclic garbage rarely: a simulation makes little, and looking took a sixth of a command."""
     before = gc.get_threshold()
-    gc.set_threshold(100_000, 50, 50)
+    gc.set_threshold(500_000, 50, 50)
     try:
         yield
     finally:
