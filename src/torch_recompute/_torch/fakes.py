@@ -213,9 +213,18 @@ class FakeMaker:
         return made
 
 
+def parameter(tensor: torch.Tensor, requires_grad: bool) -> nn.Parameter:
+    """A parameter over a tensor that nothing else refers to; a fake one becomes it, without the dispatcher."""
+    if type(tensor) is not FakeTensor:
+        return nn.Parameter(tensor, requires_grad)
+    made: Any = tensor.requires_grad_(requires_grad)
+    made._is_param = True  # as `nn.Parameter` says of a detached one
+    return made
+
+
 def device_of(tensor: torch.Tensor) -> torch.device:
     """A tensor's device; of a fake one, without the dispatcher."""
-    return cast("Any", tensor).fake_device if type(tensor) is FakeTensor else tensor.device
+    return tensor.fake_device if type(tensor) is FakeTensor else tensor.device
 
 
 def over(

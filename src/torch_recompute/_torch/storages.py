@@ -56,10 +56,8 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-def is_zero_tensor(tensor: torch.Tensor) -> bool:
-    """Whether a tensor stands for zeros that were never allocated, as those that `torch.func.jvp` makes."""
-    return tensor._is_zerotensor()
-
+is_zero_tensor: Callable[[torch.Tensor], bool] = torch.Tensor._is_zerotensor
+"""Whether a tensor stands for zeros that were never allocated, as those that `torch.func.jvp` makes."""
 
 _autograd, _profiler = _C._autograd, _C._profiler
 profiling: Callable[[], bool] = _autograd._profiler_enabled

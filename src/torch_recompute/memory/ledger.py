@@ -112,6 +112,7 @@ class Ledger:
         self._entries: dict[int, Entry] = {}
         self._empty: dict[int, Entry] = {}
         self._dead: deque[Entry] = deque()
+        self._died = cast("Callable[[Any], None]", self._dead.append)
 
     def touch(self, storage: torch.UntypedStorage) -> bool:
         """Reads a storage's size again; False if it is not tracked."""
@@ -136,7 +137,7 @@ class Ledger:
         if entry is not None:
             entry.rank = min(entry.rank, rank)
             return
-        entry = Entry(storage, cast("Callable[[Any], None]", self._dead.append))
+        entry = Entry(storage, self._died)
         entry.key, entry.exact, entry.nbytes, entry.rank, entry.place = id(storage), 0, 0, rank, place or self.place
         self._entries[entry.key] = self._empty[entry.key] = entry
         if storage.nbytes():

@@ -27,7 +27,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from .. import _torch, errors
-from .._torch.fakes import FakeMaker, FakeTensorMode, fake_like, is_sharded, is_wrapper, over, remade_of
+from .._torch.fakes import FakeMaker, FakeTensorMode, fake_like, is_sharded, is_wrapper, over, parameter, remade_of
 from .._torch.graphs import gradient_hooks
 from .._torch.storages import is_fake
 from .._torch.tensors import each_tensor
@@ -145,7 +145,7 @@ class Faker:
         else:
             made = self._plain(tensor, name)
             if isinstance(tensor, nn.Parameter):
-                made = nn.Parameter(made, tensor.requires_grad)
+                made = parameter(made, tensor.requires_grad)
                 if type(tensor) is nn.Parameter:
                     for attribute, value in vars(tensor).items():  # such as `sequence_parallel`, which others look at
                         setattr(made, attribute, value)
