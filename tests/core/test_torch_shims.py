@@ -686,6 +686,24 @@ ask("modes.dual_level", [-1, 0], DUAL)
 ask("modes.overriding", [True, False], within(torch._C.DisableTorchFunctionSubclass()))
 
 
+@row("modes.without_functions", (2, 1))
+def function_modes_are_not_asked(t: Any) -> Any:
+    """In the context a function mode sees no call, and sees them again afterwards."""
+    seen: list[int] = []
+
+    class Counting(FunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(1)
+            return func(*args, **(kwargs or {}))
+
+    with Counting():
+        torch.ones(2)
+        with t.modes.without_functions():
+            total = torch.ones(2).sum().item()
+        torch.ones(2)
+    return total, len(seen) - 1
+
+
 # --- compiled and traced code -----------------------------------------------------------------------------------------
 
 
@@ -1019,6 +1037,19 @@ each("fakes.taken_by", [["self", "mat1", "mat2"]], aten.addmm.default, view=lamb
 each("fakes.returned", [["values", "indices"], [""]], aten.sort.default, aten.mm.default)
 each("fakes.schema_of", ["aten::mm"], aten.mm.default, view=lambda schema: schema.name)
 each("fakes.device_of", ["cpu", "meta"], fake(2), META, view=str)
+
+
+@row("fakes.parameter", [(True, True, True, "FakeTensor"), (True, False, True, "Parameter")])
+def a_tensor_becomes_a_parameter(t: Any) -> Any:
+    """A fake is a parameter itself afterwards; of a real tensor one is made over its memory."""
+    found: list[Any] = []
+    for tensor, trained in ((fake(2), True), (torch.ones(2), False)):
+        made = t.fakes.parameter(tensor, trained)
+        leaf = isinstance(made, torch.nn.Parameter) and made.is_leaf
+        found.append((leaf, made.requires_grad, t.storage_id(made) == t.storage_id(tensor), type(made).__name__))
+    return found
+
+
 row("fakes.fake_like", FakeTensor, lambda t: type(t.fakes.fake_like(FakeTensorMode(), torch.ones(2))))
 
 
@@ -1028,6 +1059,19 @@ def a_tensor_is_put_together_of_others(t: Any) -> Any:
     jagged = torch.nested.nested_tensor_from_jagged(torch.ones(3), torch.tensor([0, 1, 3]))
     made = t.fakes.remade_of(jagged, lambda part: part * 2 if part.is_floating_point() else part)
     return made.shape == jagged.shape, made.values().tolist()
+
+
+@row("fakes.on_fakes", [0, 1])
+def results_of_fakes_are_kept_where_they_are_asked_for_again(t: Any) -> Any:
+    """What the mode keeps has one result more after an operation that may run again, none after another one."""
+    mode, found = FakeTensorMode(), list[int]()
+    with mode:
+        x = torch.empty(3, 1009)  # of which no other test has the sine
+    for again in (False, True):
+        before = len(FakeTensorMode.cache)
+        t.fakes.on_fakes(mode, aten.sin.default, (x,), {}, again=again)
+        found.append(len(FakeTensorMode.cache) - before)
+    return found
 
 
 @row("fakes.on_fakes fakes.over", (FakeTensor, (4, 4), 0))

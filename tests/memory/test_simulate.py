@@ -611,9 +611,9 @@ def test_torch_is_asked_once_for_each_layout(monkeypatch: pytest.MonkeyPatch) ->
     """A second simulation of the same layers asks for no result again, not those that come in a named tuple either."""
     asked: list[str] = []
 
-    def on_fakes(mode: Any, func: Any, *given: Any) -> Any:
+    def on_fakes(mode: Any, func: Any, *given: Any, **how: Any) -> Any:
         asked.append(str(func))
-        return ask(mode, func, *given)
+        return ask(mode, func, *given, **how)
 
     ask = recipes.on_fakes
     monkeypatch.setattr(recipes, "on_fakes", on_fakes)

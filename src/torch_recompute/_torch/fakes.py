@@ -102,9 +102,19 @@ def returned(func: Any) -> list[str]:
     return [result.name or "" for result in schema_of(func).returns]
 
 
-def on_fakes(mode: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs an operation on fake tensors; the mode is not active."""
-    return mode.dispatch(func, (), args, kwargs)
+def on_fakes(
+    mode: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, again: bool = True
+) -> Any:
+    """Runs an operation on fake tensors; the mode is not active.
+
+    Where it will not run it `again`, the mode does not look for the result among those that it keeps, nor keeps it,
+    which takes as long as the operation.
+    """
+    cached, mode.cache_enabled = mode.cache_enabled, mode.cache_enabled and again
+    try:
+        return mode.dispatch(func, (), args, kwargs)
+    finally:
+        mode.cache_enabled = cached
 
 
 class Answers(Protocol):

@@ -110,7 +110,7 @@ class Recipes:
             before = [(_layout(t, []), _torch.storage_id(t)) for t in tensors]
             recipe = None if kwargs else self._in_lists(func, args)
             if recipe is None:
-                out = self._apart(on_fakes(self._fakes, like, args, kwargs), tensors)
+                out = self._apart(on_fakes(self._fakes, like, args, kwargs, again=False), tensors)
                 out = self._as_made(func, args, kwargs, out, tensors)
                 recipe = _recipe(out, tensors, set())
             else:
@@ -166,7 +166,7 @@ class Recipes:
         like = [kinds.setdefault(_layout(place, []), len(kinds)) for place in zip(*lists, strict=True)]
         firsts = [like.index(kind) for kind in range(len(kinds))]
         fewer = tuple([v[i] for i in firsts] if isinstance(v, (list, tuple)) else v for v in args)
-        out = on_fakes(self._fakes, func, fewer, {})
+        out = on_fakes(self._fakes, func, fewer, {}, again=False)
         recipe = _recipe(out, [tensor for tensor in leaves(fewer) if type(tensor) is FakeTensor], set())
         if recipe is _NOTHING:
             return recipe
