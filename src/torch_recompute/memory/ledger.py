@@ -172,7 +172,7 @@ class Ledger:
 
     def settle(self) -> None:
         """Raises the peak if this moment is one."""
-        if self._empty:
+        if self._empty and not self._told:
             self._reread(self._empty.values())
         if self._unsure and (self._told or self.live > self.peak):
             self._reread(self._entries.values())

@@ -132,7 +132,8 @@ class Recording(SimulatedMeasurement):
         for ledger in self._ledgers.values():
             ledger.place = place
         self.at[place.event] = place
-        self.heads.follow(ran, place)
+        if phase != "optimizer":  # of which nothing is a loss's
+            self.heads.follow(ran, place)
         if phase == "loss":  # reads labels, which the caller holds
             self._mark_new(ran.given)
         super()._book(ran)
