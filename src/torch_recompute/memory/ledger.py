@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from .._torch.fakes import FakeTensor, device_of
+from .._torch.fakes import FakeTensor
 from .._torch.storages import is_zero_tensor
 
 LARGEST = 3
@@ -260,7 +260,7 @@ def storages(value: object) -> list[tuple[torch.device, torch.UntypedStorage]]:
     for one in _held(value, []):
         if type(one) is FakeTensor:
             if not is_zero_tensor(one):
-                found.append((device_of(one), one.untyped_storage()))
+                found.append((one.fake_device, one.untyped_storage()))
         elif isinstance(one, torch.UntypedStorage):
             found.append((one.device, one))
         elif (flatten := getattr(one, "__tensor_flatten__", None)) is not None:
@@ -285,7 +285,7 @@ def _held(
 ) -> Sequence[torch.Tensor | torch.UntypedStorage]:
     """The tensors and the storages in a nest of lists, tuples and dicts."""
     if type(value) is FakeTensor or isinstance(value, (torch.Tensor, torch.UntypedStorage)):
-        found.append(cast("torch.Tensor", value))
+        found.append(value)
     elif isinstance(value, (list, tuple, dict)):
         for item in cast("Iterable[object]", value.values() if isinstance(value, dict) else value):
             if type(item) is FakeTensor:

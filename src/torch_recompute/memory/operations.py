@@ -110,7 +110,7 @@ class Operation:
     @property
     def made(self) -> Storages:
         """The storages of the result that are not among the arguments."""
-        if self.func is torch.ops.aten.lift_fresh.default:  # how `torch.tensor` and `from_numpy` announce a new storage
+        if self.func is _LIFT_FRESH:  # how `torch.tensor` and `from_numpy` announce a new storage
             return self.results
         if self.func is _OVER_STORAGE and caller(_OURS) is torch.Tensor.__deepcopy__.__code__:  # which copies it unseen
             return self.results
@@ -129,6 +129,7 @@ _aten: Any = torch.ops.aten
 _ADD = _aten.add.Tensor
 ADDED = _aten.add_.Tensor
 """The operation by which a plain step adds in place; under `Operations` its result has memory of its own."""
+_LIFT_FRESH = _aten.lift_fresh.default
 _OVER_STORAGE = _aten.set_.source_Storage_storage_offset
 _ZEROS = frozenset({_aten.zeros.default, _aten.new_zeros.default, _aten.zeros_like.default})
 _LOGITS = "BinaryCrossEntropyWithLogitsBackward0"  # the node whose formula writes into what it has made

@@ -106,6 +106,7 @@ class FakeMode(TorchDispatchMode):
         self._seen: Seen | None = None
         self._taken: int | None = None  # of the present operation
         self.capability = capability_of(target)
+        self._workspace_there = _workspace_on(target, host)
         self._around: list[ExitStack] = []
         self._formulas = PlainFormulas()
 
@@ -140,7 +141,7 @@ class FakeMode(TorchDispatchMode):
             return ran.taken
         if not self._target:
             return 0 if ran.once(_takes_nothing) else workspace(ran.func, (ran.args, ran.kwargs))
-        return ran.once(_workspace_on(self._target, self.host))
+        return ran.once(self._workspace_there)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:  # no compiled code calls this, and torch's guard takes a third of a call
