@@ -151,6 +151,17 @@ cli.main(["plan", "gpt2-xl", "--budget", "some"])"""
     assert "--budget some is not a budget" in run.stderr
 
 
+def test_garbage_is_looked_for_once_a_command_begins() -> None:
+    """What was imported is frozen then, and Python's collector is on again."""
+    code = """
+import atexit, gc, torch_recompute_cli as cli
+atexit.register(lambda: print(gc.isenabled(), gc.get_freeze_count() > 0))
+cli.main(["plan", "gpt2", "--budget", "some"])
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (run.returncode, run.stdout) == (cli.USAGE, "True True\n")
+
+
 def test_a_negative_size_is_a_value(capsys: pytest.CaptureFixture[str]) -> None:
     """What `--budget -1GB` asks for is refused with the words for a budget, and a seed of too many bits."""
     assert cli.main(["demo", "--seed", str(2**64)]) == cli.USAGE
