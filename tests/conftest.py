@@ -50,13 +50,6 @@ if hypothesis is not None:
     hypothesis.settings.load_profile("ci" if INSTALLED_ONLY or os.environ.get("CI") else "dev")
 
 
-def forget_plans() -> None:
-    """Forgets what this process knows of steps that it has planned."""
-    planned = sys.modules.get("torch_recompute.planner.known")
-    if planned is not None:
-        planned._last.clear()
-
-
 @contextlib.contextmanager
 def launching_free() -> Iterator[None]:
     """Operations are launched in no time, so that steps of small models take what a device by its data sheet takes."""
@@ -64,9 +57,7 @@ def launching_free() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(devices.HOSTS, "typical", devices.Host("free", apart=True))
-        forget_plans()
         yield
-    forget_plans()
 
 
 @pytest.fixture(scope="module")
@@ -187,10 +178,8 @@ def nothing_old_is_looked_at() -> None:
     """What was there before a file's tests is no longer looked at by the garbage collector, nor by `gc.get_objects`.
 
     After the collection of all tests these are millions of objects, and the doctor's search for who holds a tensor
-    looks at all of them: a minute for some faults that are found in a third of a second without. What is known of steps
-    that other files have planned is forgotten.
+    looks at all of them: a minute for some faults that are found in a third of a second without.
     """
-    forget_plans()
     gc.collect()
     gc.freeze()
 
@@ -203,17 +192,6 @@ def the_environment_as_it_was() -> Iterator[None]:
     for name in {*os.environ} - {*before}:
         del os.environ[name]
     os.environ.update(before)
-
-
-@pytest.fixture(autouse=True)
-def nothing_known(request: pytest.FixtureRequest) -> None:
-    """Each test plans as a new process does, whatever it puts in the place of the planner's parts.
-
-    A file that puts nothing there and plans a few steps again and again says `ONE_PROCESS = True`: its tests go on with
-    what is known, as calls of one process do.
-    """
-    if not getattr(request.module, "ONE_PROCESS", False):
-        forget_plans()
 
 
 @pytest.fixture

@@ -365,11 +365,11 @@ FAULTS = (
     ),
     Fault(
         "frozen-since-the-last-plan",
-        "planner/known.py",
-        'found["grad"], found["attributes"] = tensor.requires_grad, vars(tensor)',
-        'found["attributes"] = vars(tensor)',
-        "after layers are frozen, make_plan returns the plan from before",
-        "planner/test_repeated_planning.py planner/test_no_side_effects.py",
+        "planner/plan_file.py",
+        "layout = [(name, str(t.dtype), list(t.shape), t.requires_grad) for name, t in tensors]",
+        "layout = [(name, str(t.dtype), list(t.shape)) for name, t in tensors]",
+        "after layers are frozen, auto(cache=) applies the plan from before",
+        "planner/test_first_call.py",
     ),
     # --- plan/ ---
     Fault(

@@ -33,9 +33,9 @@ from .plan.ranks import Ranks
 from .plan.sizes import parameters
 from .planner.configurations import Configurations, ConfiguredSteps, configurations, peaks_of
 from .planner.hosts import NO_LEAVE, HostBandwidth, Leave
-from .planner.known import PlanFile, forget, made_for
+from .planner.plan_file import PlanFile, made_for
 from .planner.planner import Planner
-from .planner.profile import Profile
+from .planner.profile import Profile, with_planner
 from .planner.sizes import Lengths, calls_of, plan_sizes
 from .region import checked_pool
 from .simulation.devices import GivenHost, Host, Roofline, read_host, typical
@@ -68,9 +68,16 @@ def profile(
     hold_output: bool = True,
     accumulate: int = 1,
     set_to_none: bool = True,
+    ranks: Ranks | None = None,
     host: GivenHost = "typical",
 ) -> Profile:
-    """Returns what a training step costs, segment by segment and choice by choice, as data for `solve`.
+    """Returns what a training step costs, segment by segment and choice by choice: plans for any number of budgets.
+
+        costs = profile(model, batch, loss=loss, optimizer="adamw")
+        plans = [costs.solve(budget=budget) for budget in ("24GiB", "16GiB")]  # each as make_plan would make it
+
+    It is data, which `to_json` saves. As long as it is not copied it also keeps its planner, with the model and the
+    batch: `solve` then simulates each plan, which another budget alone costs.
 
     Where the model's weights are on the device, single operations are timed, and then the forward and the backward of a
     copy over the same weights, so that the seconds are those of whole steps: with the regions that need the least
@@ -94,6 +101,7 @@ def profile(
         hold_output: Whether the loop holds the model's output through backward, see `simulate`, as the next two.
         accumulate: How many forwards and backwards come before the optimizer's step. Seconds are those of all.
         set_to_none: Whether gradients are gone when forward begins.
+        ranks: The ranks that train together, see `make_plan`; the costs are those of one of them.
         host: What launches the operations of the device, where that is no CPU: "typical", "slow" (the slowest that was
             seen), or a file that `torch-recompute calibrate FILE` has written on the machine of the device.
 
@@ -102,8 +110,10 @@ def profile(
     """
     loop = Loop(hold_output, accumulate, set_to_none)
     step = TrainingStep.of("profile", model, args, kwargs, loss, optimizer, device, loop, host)
+    step = replace(step, model=_of_one_rank("profile", model, ranks), ranks=ranks or ALONE)
     with at_work(f"profiling {type(model).__name__}"):
-        return Planner(step, leave=Leave.of(offload, host_bandwidth, tiles)).profile
+        planner = Planner(step, leave=Leave.of(offload, host_bandwidth, tiles))
+        return with_planner(planner.profile, partial(_plan_or_tell, planner))
 
 
 def auto(
@@ -151,9 +161,10 @@ def auto(
         budget: The most bytes alive at any time of the step; by default what is free on the device now.
         loss: From the model's output to a scalar.
         optimizer: The optimizer of the step, by name, class or instance.
-        cache: A file to keep the plan in. The plan in it is used again, as long as it was made for the same model,
-            code, shapes of the batch, loss, optimizer, budget, loop, settings, torch and device; else the model is
-            planned again, and the sentence says what changed. With "fit" also where less is free than the plan takes.
+        cache: A file to keep the plan in. The plan in it is used again as long as the same are: parameters, modules
+            with their plain attributes, the source of their classes and of the loss, shapes of the batch, optimizer,
+            budget, loop, settings, torch, device and host. Else the model is planned again, and the sentence says what
+            changed; with "fit" also where less is free than the plan takes. What that source calls is not looked at.
         device: Where the step is to run.
         offload: Whether host memory may be used, as for `profile`.
         host_bandwidth: How fast that is, as for `profile`.
@@ -283,7 +294,6 @@ class _Planning:
         if not draws:
             how = self.loss, self.optimizer, self.device, self.loop
             return self.found(TrainingStep(self.model, *call, *how, host=self.host))
-        forget()
         with generators_as_before(), all_layers(self.model):
             for ambient, state in draws:
                 ambient.restore(state)
@@ -659,7 +669,8 @@ def make_plan(
     _refuse({**given, "offload": offload is not False, "loop": loop != COMMON, "ranks": ranks is not None})
     leave, launcher = Leave.of(offload, host_bandwidth, tiles), read_host(host)
     update = optimizer_of("make_plan", optimizer, model)
-    step = TrainingStep(_of_one_rank(model, ranks), *call, loss, update, device, loop, ranks or ALONE, launcher)
+    part = _of_one_rank("make_plan", model, ranks)
+    step = TrainingStep(part, *call, loss, update, device, loop, ranks or ALONE, launcher)
     with at_work(f"planning {type(model).__name__}"):
         if stages is not None:
             from .planner.pipeline import plan_stages
@@ -684,11 +695,11 @@ def _are_batches(sizes: Sequence[Any] | str) -> bool:
     return not isinstance(sizes, str) and not all(type(size) is int for size in sizes)
 
 
-def _of_one_rank(model: nn.Module, ranks: Ranks | None) -> nn.Module:
+def _of_one_rank(function: str, model: nn.Module, ranks: Ranks | None) -> nn.Module:
     """The model that one of some ranks computes."""
     if ranks is not None and not isinstance(ranks, Ranks):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise errors.ArgumentError(
-            f"make_plan(ranks=) takes a description of the ranks, but got {errors.say(ranks)}\n"
+            f"{function}(ranks=) takes a description of the ranks, but got {errors.say(ranks)}\n"
             "  Write ranks=Ranks(fsdp=4), or tp=, ep=, cp= as the training has them."
         )
     if ranks is None:
@@ -724,12 +735,13 @@ def _plan_one_device(
 
 def _plan_or_tell(planner: Planner, budget: object) -> Plan:
     """The plan for a budget; where none fits, the error also says what holds the least peak and what would do."""
-    try:
-        return planner.plan(budget)
-    except errors.BudgetError as error:
-        from .planner.alternatives import told
+    with at_work(f"planning {type(planner.step.model).__name__}"):
+        try:
+            return planner.plan(budget)
+        except errors.BudgetError as error:
+            from .planner.alternatives import told
 
-        raise told(planner, error) from None
+            raise told(planner, error) from None
 
 
 def _in_batches(function: str, longest: object, sizes: object = ()) -> bool:

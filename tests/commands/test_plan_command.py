@@ -36,8 +36,6 @@ from torch_recompute.planner.states import Stated
 from torch_recompute.simulation.devices import HOSTS
 from torch_recompute.simulation.training_step import TrainingStep
 
-ONE_PROCESS = True  # the ranks of one step are profiled once
-
 
 def block() -> nn.Module:
     return Made(lambda m, x: x + m.down(nn.functional.gelu(m.up(x))), up=nn.Linear(8, 32), down=nn.Linear(32, 8))

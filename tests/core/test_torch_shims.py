@@ -134,11 +134,6 @@ def backward(**options: Any) -> Place:
     return lambda look: Look.apply(vector(), look).sum().backward(**options)
 
 
-def within_a_global_hook(look: Callable[[], Any]) -> None:
-    with nn.modules.module.register_module_forward_pre_hook(lambda *_: None):
-        look()
-
-
 def raised(call: Callable[[], Any]) -> str:
     """The text of the error that a call raises."""
     with pytest.raises((RuntimeError, ValueError), match=r".") as error:
@@ -197,7 +192,6 @@ def on_another_thread(look: Callable[[], Any]) -> None:
         thread.join()
 
 
-ask("any_global_hook", [False, True], within_a_global_hook, view=bool)
 ask("ambient_hooks", [None, HOOKS, None], within(saved_tensors_hooks(*HOOKS)), on_another_thread)
 
 # --- the running backward ---------------------------------------------------------------------------------------------

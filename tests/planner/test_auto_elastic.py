@@ -17,7 +17,6 @@ from torch_recompute.simulation.devices import Roofline
 
 pytest.importorskip("numpy", reason="numpy is not installed (planning needs it)")
 
-ONE_PROCESS = True
 pytestmark = pytest.mark.usefixtures("few_choices", "given_prices")
 
 WIDTH, ROWS, LAYERS = 32, 64, 4

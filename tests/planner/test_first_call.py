@@ -35,11 +35,10 @@ from torch_recompute import (
 )
 from torch_recompute.memory.batch import call_of
 from torch_recompute.planner.hosts import NO_LEAVE
-from torch_recompute.planner.known import made_for
+from torch_recompute.planner.plan_file import made_for
 from torch_recompute.report import report
 from torch_recompute.simulation.training_step import OPTIMIZERS, TrainingStep
 
-ONE_PROCESS = True
 pytestmark = pytest.mark.usefixtures("few_choices")
 
 
@@ -322,15 +321,12 @@ def test_a_setting_of_torch_is_seen(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_what_things_hold_decides_on_a_plan() -> None:
-    """What a loss encloses or has as attributes, settings of an optimizer, and tensors in an object of the batch."""
+    """What a loss is given or has as attributes, settings of an optimizer, and tensors in an object of the batch."""
 
     def fact(name: str, **step: Any) -> object:
         return made_for(TrainingStep(**{"model": nn.Linear(8, 8), "args": (X,), **step}), "fit", NO_LEAVE)[name]
 
-    def enclosing(n: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        return lambda out: out.mean() * n
-
-    for loss in (enclosing, partial(partial, torch.mul), lambda n: nn.HuberLoss(delta=n)):
+    for loss in (partial(partial, torch.mul), lambda n: nn.HuberLoss(delta=n)):
         assert fact("loss", loss=loss(1)) == fact("loss", loss=loss(1)) != fact("loss", loss=loss(2))
     plain, rate, states = (partial(torch.optim.SGD, lr=lr, momentum=m) for lr, m in ((0.1, 0), (0.2, 0), (0.1, 0.9)))
     assert (
@@ -367,7 +363,7 @@ def test_less_room_plans_again(
 def test_what_a_plan_is_for_is_the_same_in_every_process(tmp_path: Path) -> None:
     """Nothing of it depends on the order of sets or on addresses."""
     script = (
-        "import json, torch; from torch_recompute.planner.known import made_for;"
+        "import json, torch; from torch_recompute.planner.plan_file import made_for;"
         "from torch_recompute.simulation.training_step import TrainingStep; net = torch.nn.Transformer(8, 2, 1, 1);"
         "step = TrainingStep(net, (torch.ones(2, 8),), {'mask': None}, torch.sum, torch.optim.SGD);"
         "print(json.dumps(made_for(step, 'fit', False)))"

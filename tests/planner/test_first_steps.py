@@ -30,7 +30,6 @@ pytest.importorskip("numpy", reason="numpy is not installed (planning needs it)"
 
 pytestmark = pytest.mark.usefixtures("few_choices")
 
-ONE_PROCESS = True
 WIDTH, LAYERS = 32, 4
 
 

@@ -24,7 +24,6 @@ from torch_recompute.planner.prices import Roofline
 from torch_recompute.simulation.training_step import TrainingStep
 from torch_recompute.stores import Bandwidth
 
-ONE_PROCESS = True
 pytestmark = pytest.mark.usefixtures("few_choices")
 
 X = torch.randn(512, 16)

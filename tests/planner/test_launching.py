@@ -19,7 +19,6 @@ from torch_recompute.planner import planner as planning
 from torch_recompute.planner.candidates import all_guesses, record
 from torch_recompute.planner.configurations import peaks_of
 from torch_recompute.planner.cost import Costs, Kind, Option, Segment, launched_by
-from torch_recompute.planner.known import forget
 from torch_recompute.planner.planner import Planner
 from torch_recompute.planner.solve import choose, smallest
 from torch_recompute.simulation.devices import HOST_FIGURES, ITSELF, SLOW, TYPICAL, Host, Work, read_host, typical
@@ -95,7 +94,6 @@ def test_choices_are_guessed_with_the_prices_that_they_are_paid_in(monkeypatch: 
         """What a plan adds at a tenth of the activation memory, with guesses priced by another host."""
         guess = all_guesses if host is None else lambda found, price, _, *more: all_guesses(found, price, host, *more)
         monkeypatch.setattr(planning, "all_guesses", guess)
-        forget()
         found = planner("megatron_moe")
         least = smallest(found.costs).peak_bytes
         return choose(found.costs, least + (found.plain.peak_bytes - least) // 10).seconds

@@ -25,7 +25,6 @@ def loss(logits: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), torch.zeros(logits.shape[:2].numel(), dtype=torch.long))
 
 
-ONE_PROCESS = True
 pytestmark = pytest.mark.usefixtures("few_choices")
 STEP: dict[str, Any] = {"loss": loss, "optimizer": "adamw-fused", "device": "h100"}
 

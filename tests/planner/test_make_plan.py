@@ -40,8 +40,6 @@ from torch_recompute.planner.solve import smallest
 from torch_recompute.simulation.devices import Host, Roofline
 from torch_recompute.simulation.training_step import TrainingStep
 
-ONE_PROCESS = True
-
 WIDTH, TOKENS, BATCH = 32, 16, 2
 
 

@@ -263,17 +263,17 @@ def test_more_memory_never_costs_more(planner: LayoutPlanner) -> None:
 
 @pytest.mark.usefixtures("free_launches_here")
 def test_a_budget_that_earlier_ranks_feel_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that hold alike recompute the more the earlier they are, and run alike stages once, also in later calls."""
+    """Ranks that hold alike recompute the more the earlier they are, and run alike stages once."""
     monkeypatch.setattr(planning, "TRIED", 20)  # choices whose costs differ by little
-    planner, again = (LayoutPlanner(built(), "MODEL", Layout(Ranks(pp=4)), TOKENS, "none", "h100") for _ in range(2))
+    planner = LayoutPlanner(built(), "MODEL", Layout(Ranks(pp=4)), TOKENS, "none", "h100")
     assert planner.pipeline.alike == [0, 1, 1, 3]
     plain = [rank.plain_peak_bytes for rank in planner.plans("1TiB")]
     budget = (plain[1] + plain[2]) // 2 - (plain[1] - plain[2])
     costs = [rank.replay_seconds for rank in planner.plans(budget)]
     assert costs[1] > costs[2] > 0
     monkeypatch.setattr(type(planner.pipeline.runner), "run", lambda *_: pytest.fail("a stage is run again"))
-    assert [rank.replay_seconds for rank in again.plans(budget)] == costs
-    assert again.pipeline.ranks[1].plain.seconds == 0  # whose run is there for any other budget
+    assert [rank.replay_seconds for rank in planner.plans(budget)] == costs
+    assert planner.pipeline.ranks[1].plain.seconds == 0  # whose run is there for any other budget
 
 
 @functools.cache

@@ -16,7 +16,6 @@ from support.zoo import mean_loss
 from torch_recompute import ArgumentError, BudgetError, Plan, StagePlans, Stages, apply, make_plan
 from torch_recompute.plan.ranks import Ranks
 from torch_recompute.planner.cost import Costs, Kind, Option, Segment
-from torch_recompute.planner.known import Known
 from torch_recompute.planner.layout import Layout
 from torch_recompute.planner.ops import StepLog
 from torch_recompute.planner.pipeline import PipelinePlanner, plan_stages
@@ -28,7 +27,6 @@ from torch_recompute.simulation import Moment
 from torch_recompute.simulation.devices import DEVICES
 from torch_recompute.simulation.training_step import TrainingStep
 
-ONE_PROCESS = True
 pytestmark = pytest.mark.usefixtures("few_choices")
 
 PATHS = [f"layers.{i}" for i in range(8)]
@@ -216,9 +214,7 @@ def test_every_layout_has_a_plan_or_a_sentence(layers: int) -> None:
     costs = Costs({"a": Kind(options)}, tuple(Segment(f"layers.{i}", "a", 0, 0) for i in range(layers)))
     profile = SimpleNamespace(costs=costs)
     for pp, vpp in product(range(2, 6), range(1, 5)):
-        known = SimpleNamespace(
-            profile=profile, known=Known(), step=SimpleNamespace(ranks=Ranks()), paths=[], price=DEVICES["h100"]
-        )
+        known = SimpleNamespace(profile=profile, step=SimpleNamespace(ranks=Ranks()), paths=[], price=DEVICES["h100"])
         pipeline = Layout(Ranks(pp=pp, vpp=vpp)).pipeline(layers)
         for rank in Imagined(known, pipeline, None, megatron=True).ranks:  # type: ignore[arg-type]
             seconds: list[float] = []

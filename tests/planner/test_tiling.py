@@ -22,7 +22,6 @@ from torch_recompute.planner.planner import Planner
 from torch_recompute.simulation.fused import fuse
 from torch_recompute.simulation.training_step import TrainingStep
 
-ONE_PROCESS = True
 pytestmark = pytest.mark.usefixtures("few_choices")
 SMALL: dict[str, Any] = {
     "hidden_size": 32,

@@ -279,8 +279,6 @@ _Pack = TypeVar("_Pack", bound=Callable[..., Any])
 push_hooks: Callable[[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]], None]
 push_hooks = _autograd._push_saved_tensors_default_hooks
 pop_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
-any_global_hook: Callable[[], object] = torch.nn.modules.module._has_any_global_hook  # pyright: ignore[reportPrivateUsage]
-"""Whether hooks are registered for all modules of the process."""
 ambient_hooks: Callable[[], _Hooks | None] = partial(_autograd._top_saved_tensors_default_hooks, True)
 """The innermost saved-tensor hooks now active on this thread, or None."""
 

@@ -530,8 +530,7 @@ class LayoutPlanner(LayoutRanks):
         Raises:
             BudgetError: A rank does not fit; it carries the least budget of the rank that needs the most.
         """
-        key, plans = (self.layout, self._optimizer, budget), self.planner.known.plans
-        found = plans[key] = plans.get(key) or [self._plan(rank, budget) for rank in self.pipeline.ranks]
+        found = [self._plan(rank, budget) for rank in self.pipeline.ranks]
         worst = max(found, key=lambda plan: plan.peak_bytes)
         allowed = worst.plan.prediction
         assert allowed is not None

@@ -17,14 +17,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
 
 from .. import errors
 from ..errors.text import doing
-from ..memory.batch import ExampleCall
 from ..memory.budget import FIT, Budget, Limit, bytes_meant, read_budget
 from ..memory.reserved import expands
 from ..plan.plan import Plan
@@ -249,6 +248,7 @@ class LongestOnRanks(Search):
     def __init__(self, make: Callable[[Any, int], Any], budget: object, batch: bool, most: int | None) -> None:
         super().__init__(budget, batch, most)
         self.make = make
+        self._planner = cache(partial(make, LayoutPlanner))
 
     def plans(self, start: int) -> list[tuple[int, Sequence[RankPlan]]]:
         """Returns some lengths with the plans of all ranks; the last is the most that fits.
@@ -257,7 +257,7 @@ class LongestOnRanks(Search):
             BudgetError: Not one token, or not one item, fits.
             ArgumentError: The budget is a share.
         """
-        planner = self.make(LayoutPlanner, start)
+        planner = self._planner(start)
         allowed = self._begun(planner)
         return self._planned(start, planner.planner.leanest, allowed)
 
@@ -285,10 +285,10 @@ class LongestOnRanks(Search):
         return fullest.peak_bytes, fullest.held_words
 
     def _least_plan(self, length: int) -> Plan:
-        return self.make(LayoutPlanner, length).least_plan
+        return self._planner(length).least_plan
 
     def _plans(self, lengths: Sequence[int], allowed: Limit) -> list[tuple[int, Sequence[RankPlan]]]:
-        found = [self.make(LayoutPlanner, length).plans(self.budget) for length in reversed(lengths)]
+        found = [self._planner(length).plans(self.budget) for length in reversed(lengths)]
         return [*zip(lengths, reversed(found), strict=True)]
 
 
@@ -313,6 +313,7 @@ class Longest(Search):
         super().__init__(budget, batch, most)
         self.step, self.leave = step, leave
         self.dashes = dashes
+        self._planner: Callable[[int], Planner] = cache(lambda length: Planner(self._step(length), leave=leave))
         if not batch:
             self.shared, self.grain = step.ranks.cp, step.ranks.divides_tokens // step.ranks.cp
             self.most = most and most // step.ranks.cp
@@ -345,7 +346,7 @@ class Longest(Search):
         return _allowed(asked, self.step), self._calls.length
 
     def _configured(self, name: str, plan: Plan, length: int) -> tuple[ConfiguredStep, int, str]:
-        (one,) = peaks_of(self._step(self._calls(length)), {name: plan}, self.leave, self.dashes)
+        (one,) = peaks_of(self._step(length), {name: plan}, self.leave, self.dashes)
         taken, limited = self._taken(one.simulation)
         return replace(one, limited=limited), taken, held_by(one.simulation)
 
@@ -364,21 +365,19 @@ class Longest(Search):
         taken = max(found.peak_bytes, held.reserved_bytes - spare) if held.ran_out else found.peak_bytes
         return taken, held.within(free + spare)
 
-    def _planner(self, length: int) -> Planner:
-        return Planner(self._step(self._calls(length)), leave=self.leave)
-
     def _least_plan(self, length: int) -> Plan:
         return self._planner(length).least_plan
 
     def _plans(self, lengths: Sequence[int], allowed: Limit) -> Plan:
         asked = FIT if self.asked() == FIT else allowed  # which then also thinks of what the allocator reserves
-        return plan_calls(self.step, [self._calls(length) for length in lengths], asked, self.leave)
+        return plan_calls(map(self._planner, reversed(lengths)), asked)
 
-    def _step(self, call: ExampleCall) -> TrainingStep:
-        return replace(self.step, args=call[0], kwargs=call[1])
+    def _step(self, length: int) -> TrainingStep:
+        args, kwargs = self._calls(length)
+        return replace(self.step, args=args, kwargs=kwargs)
 
     def _peak(self, plan: Plan, made_at: int, length: int) -> Peak:  # with tiles as large as where it was made
         tiles = (-(-choice.tiles * length // made_at) for choice in plan)
         plan = Plan(tuple(replace(choice, tiles=count) for choice, count in zip(plan, tiles, strict=True)))
-        found = simulate_under(self._step(self._calls(length)), plan)
+        found = simulate_under(self._step(length), plan)
         return self._taken(found)[0], held_by(found)

@@ -160,7 +160,6 @@ class PipelinePlanner(PipelineStages):
     ) -> None:
         super().__init__(planner.step, planner.paths, pipeline, optimizer, megatron, planner.price)
         self.profile = planner.profile
-        self._runs = planner.known.stages.setdefault((pipeline.bounds, megatron), {})
 
     @cached_property
     def ranks(self) -> list[RankPlanner]:

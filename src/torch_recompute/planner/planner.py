@@ -65,7 +65,6 @@ from .cost import (
     simplicity,
 )
 from .hosts import NO_LEAVE, Leave, limit_of, stores_for, waited
-from .known import known
 from .ops import StepLog
 from .prices import Measured, prices_for
 from .profile import Profile
@@ -78,6 +77,7 @@ from .trials import SegmentCall, Tried, attempt
 ROUNDS = 8
 TRIED = 20  # choices per kind of segment
 
+Regions = tuple[Choice, ...]  # those of a plan
 Checked = tuple[Solution, Simulation, Costs]  # a choice, the step with it, and costs that reproduce that step
 
 
@@ -121,14 +121,19 @@ class Planner:
         paths: The segments, in the order of their calls.
         price: Gives the seconds of an operation.
         optimizer_seconds: Those of the optimizer's step.
-        known: Kept for the next planner of the same step.
+        refused: The kinds of segments that allow no region, each with the reason.
     """
 
     def __init__(self, step: TrainingStep, *, leave: Leave = NO_LEAVE) -> None:
-        self.step = step
         limit = limit_of(leave.offload) if leave.offload is not False else None
         self.whole = Planner(step, leave=replace(leave, tiles=False)) if leave.tiles else None
-        self.known = known(vars(step), leave)
+        self.step = step if self.whole is None else self.whole.step
+        self.refused: dict[str, str] = {}
+        self._simulations: dict[Regions, Simulation] = {} if self.whole is None else self.whole._simulations
+        self._timed: dict[Regions, Clocked] = {}
+        self._plans: dict[tuple[int, str], Plan] = {}
+        self._log: StepLog  # of `base`, as what follows; `simulated` sets them
+        self._written: frozenset[str]
         self.always, self._tiling = NOTHING, InTiles(None, "", (), 1)
         self.plain = self.simulated(Plan()) if self.whole is None else self.whole.plain
         if self.whole is not None:
@@ -138,12 +143,12 @@ class Planner:
         self._launcher = self.price.host
         self._link = leave.link(step.where.roofline, self.plain.device)
         self._host_memory = None if self._link is None else HostMemory(limit, self._link.to_host)
-        self.paths, self._kinds, self._routers, autocast = self._segments()
-        self._loop = replace(self.base.loop, autocast=autocast)
-        self.known.ways = self.known.ways or (
+        self.paths, self._kinds = self._captured.paths, self._captured.kinds
+        self._routers = self._captured.routers
+        self._loop = replace(self.base.loop, autocast=self._captured.autocast)
+        self._ways = (
             self._tried_in_tiles(self.whole) if self.whole else kinds_for_all(self._tried(), step.loop.accumulate)
         )
-        self._ways = self.known.ways
         plain = tuple(self._ways[kind].options[0] for kind in self._kinds)
         # Costs that are taken too high may not see that it fits.
         self._without = Solution(plain, self.base.peak_bytes, 0.0, "no regions are needed")
@@ -161,34 +166,17 @@ class Planner:
 
     def _allow_tiles(self, whole: Planner) -> None:
         """Decides what is in tiles in all plans, and in how many tiles MLPs may be."""
-        if self.known.tiling is None:
-            lean = whole.simulated(whole.leanest)
-            self.known.tiling = in_tiles(self.step, whole.leanest, [lean, whole.plain], mlps_of(self.step))
-        self._tiling = self.known.tiling
+        lean = whole.simulated(whole.leanest)
+        self._tiling = in_tiles(self.step, whole.leanest, [lean, whole.plain], mlps_of(self.step))
         head = self._tiling.head
         self.always = Always(() if head is None else (head,), words=(self._tiling.words,))
         if head is None:
-            self.known.log, self.known.written = whole.known.log, whole.known.written
-
-    def _segments(self) -> tuple[list[str], list[str], tuple[str, ...], str]:
-        """The paths and kinds of the segments, the routers, and the dtype of autocast."""
-        if self.whole is not None:
-            return self.whole._segments()
-        if self.known.segments is None:
-            captured = self._captured
-            self.known.segments = captured.paths, captured.kinds, captured.routers, captured.autocast
-        return self.known.segments
+            self._log, self._written = whole._log, whole._written
 
     @property
     def sent(self) -> tuple[Sent, ...]:
         """The bytes that the rank sends in a step without recomputation."""
         return sent(self._log.ops(), self.price, self._parts.hidden, self.step.loop.accumulate)
-
-    @property
-    def _log(self) -> StepLog:
-        """The operations of the step without recomputation in segments."""
-        assert self.known.log is not None
-        return self.known.log
 
     @cached_property
     def _captured(self) -> CapturedCall:
@@ -226,13 +214,11 @@ class Planner:
         what = switched(self.step.model, self.step.kwargs)
         if not what or self.whole is not None:
             return self.whole.switched if self.whole else None
-        if self.known.own_peak_bytes is None:
-            doing("simulating the step without a plan")
-            try:
-                self.known.own_peak_bytes = simulate_step(self.step).peak_bytes
-            except Exception:  # whatever that raises which a plan switches off
-                return Switched(what, 0)
-        saved = self.known.own_peak_bytes - self.plain.peak_bytes
+        doing("simulating the step without a plan")
+        try:
+            saved = simulate_step(self.step).peak_bytes - self.plain.peak_bytes
+        except Exception:  # whatever that raises which a plan switches off
+            return Switched(what, 0)
         return Switched(what, saved) if saved else None
 
     def plan(self, budget: object, meant: Limit | None = None) -> Plan:
@@ -268,8 +254,8 @@ class Planner:
         asked = read_budget(budget)
         exact = asked.share == 0  # of which costs may know a little more or less than a simulation
         wanted = self._meant(asked, lambda: self.least[1].peak_bytes if exact else self.floor)
-        if (wanted, wanted.said) in self.known.plans:
-            return self.known.plans[wanted, wanted.said]
+        if (wanted, wanted.said) in self._plans:
+            return self._plans[wanted, wanted.said]
         whole = self._untiled(wanted)
         if whole is not None and not whole.choices:
             return untiled(whole, "nothing, since the step fits as it is")
@@ -293,7 +279,7 @@ class Planner:
         if not fits:
             text = no_plan_fits(wanted.said, simulation.peak_bytes, profile.own_peak_bytes, simulation.advice)
             raise errors.BudgetError(text, simulation.peak_bytes, plan)
-        self.known.plans[wanted, wanted.said] = plan
+        self._plans[wanted, wanted.said] = plan
         return plan
 
     def _untiled(self, wanted: Limit) -> Plan | None:
@@ -422,7 +408,7 @@ class Planner:
         if why:
             return why
         try:
-            copied = (weight for name, weight in model.named_parameters() if name in self.known.written)
+            copied = (weight for name, weight in model.named_parameters() if name in self._written)
             held = (*model.buffers(), *copied, *(p.grad for p in model.parameters() if p.grad is not None))
             room = free_bytes(model, device) - sum(tensor.nbytes for tensor in held)
         except errors.ArgumentError as error:
@@ -434,12 +420,11 @@ class Planner:
 
         def run(plan: Plan) -> Clocked:
             key = tuple(plan)
-            if key not in self.known.clocked:
+            if key not in self._timed:
                 doing("running the step to time it")
                 region = 0.0 if self._launcher.apart else self._launcher.region
-                loss, written = self.step.loss or loss_of, self.known.written
-                self.known.clocked[key] = clock(model, *call, loss, plan, device, region, written)
-            return self.known.clocked[key]
+                self._timed[key] = clock(model, *call, self.step.loss or loss_of, plan, device, region, self._written)
+            return self._timed[key]
 
         base = Plan(self.always.choices)
         alone = plan == base or (chosen is None and self.base.peak_bytes <= room)
@@ -457,8 +442,8 @@ class Planner:
     def simulated(self, plan: Plan) -> Simulation:
         """The step with a plan; of that without recomputation, what ran is counted."""
         key = tuple(plan)
-        if key in self.known.simulations:
-            return self.known.simulations[key]
+        if key in self._simulations:
+            return self._simulations[key]
         log = StepLog(segment_paths(self.step.model), plan, ordered=self.step.ranks.fully_sharded)
         weights = _Weights()
 
@@ -478,9 +463,9 @@ class Planner:
         if later is not None:
             self.step = later
             return self.simulated(plan)
-        self.known.simulations[key] = found
+        self._simulations[key] = found
         if watch is not None:
-            self.known.log, self.known.written = log, frozenset(weights.written)
+            self._log, self._written = log, frozenset(weights.written)
         return found
 
     def _calibrated(
@@ -539,7 +524,7 @@ class Planner:
         recorded = ((kind, self._recorded(kind, self._captured.calls[first])) for kind, first in firsts.items())
         found = {kind: one for kind, one in recorded if one is not None}
         if not found:
-            raise errors.ArgumentError(next(iter(self.known.refused.values())))
+            raise errors.ArgumentError(next(iter(self.refused.values())))
         return found
 
     def _recorded(self, kind: str, call: SegmentCall) -> SegmentRecord | None:
@@ -549,12 +534,12 @@ class Planner:
                 inputs = [x.detach().requires_grad_(x.requires_grad) for x in call.inputs]
                 return record(call.steps[0][0], partial(call.run, inputs), inputs)
         except errors.ArgumentError as error:
-            self.known.refused[kind] = str(error)
+            self.refused[kind] = str(error)
             return None
 
     def _assumed(self, simulation: Simulation) -> tuple[str, ...]:
         """Returns the assumptions of a simulation, and why some layers allow no region."""
-        refused = (self.whole or self).known.refused.values()
+        refused = (self.whole or self).refused.values()
         return (*simulation.assumed, *dict.fromkeys(text.partition("\n")[0] for text in refused))
 
     def _carries(self, path: str, parts: Sequence[str]) -> bool:

@@ -1,7 +1,8 @@
 """A profile: what the step of one model costs on one device, as plain data that can be saved, read and compared.
 
 It holds everything that `solve` needs and nothing of the model but paths, so a profile that was taken on one machine is
-solved on another, for any number of budgets.
+solved on another, for any number of budgets. That of `profile` also keeps its planner, which is no part of the data:
+with it a plan for another budget is simulated as `make_plan` simulates its own.
 
 `merge` is for several profiles of one step, of a noisy machine or of the ranks of a group that are all to get one plan:
 every constraint of `cost.py` is a sum of bytes, so with the largest of each figure a plan that fits the merged profile
@@ -16,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from .. import errors
 from ..errors.text import shown, starred, table
@@ -61,6 +62,10 @@ class Profile:
     uncounted: str = ""
     always: Always = NOTHING
     switched: Switched | None = None
+    _planner: ClassVar[Callable[[Any], Plan] | None] = None  # no field, so that copies have none
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != _PLANNER}
 
     @property
     def own_peak_bytes(self) -> int:
@@ -97,10 +102,10 @@ class Profile:
         return read(text, _profile, _bad_profile)
 
     def solve(self, *, budget: int | float | str) -> Plan:
-        """Makes the plan for a budget; see `torch_recompute.solve`."""
-        from .solve import solve  # which reads profiles
+        """Makes the plan for another budget, without profiling again; see `torch_recompute.solve`."""
+        from .solve import by_costs  # which reads profiles
 
-        return solve(self, budget=budget)
+        return by_costs(self, budget) if self._planner is None else self._planner(budget)
 
     def diff(self, other: Profile) -> str:
         """Shows what turns this profile into the other: a line for each kind of segment that differs.
@@ -124,6 +129,16 @@ class Profile:
             ArgumentError: They are of different steps; it names the first difference.
         """
         return _merged([self, *others])
+
+
+_PLANNER = "_planner"
+
+
+def with_planner(profile: Profile, planner: Callable[[Any], Plan]) -> Profile:
+    """The profile with what makes the plan for a budget and simulates it, which copies of it do not have."""
+    made = replace(profile)
+    object.__setattr__(made, _PLANNER, planner)
+    return made
 
 
 def _bad_profile(why: str) -> str:

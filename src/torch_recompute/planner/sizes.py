@@ -18,7 +18,7 @@ length, which would only come near the promise that the simulation of each size 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -45,7 +45,7 @@ def plan_sizes(
 ) -> Plan:
     """The plan for calls of several sizes; see `make_plan`."""
     if not isinstance(sizes, str):
-        return plan_calls(step, calls_of(sizes, step), budget, leave)
+        return plan_calls(_planners(step, calls_of(sizes, step), leave), budget)
     if sizes != "all":
         raise errors.ArgumentError(
             f"sizes={sizes!r} is not a choice of sizes.\n"
@@ -85,17 +85,14 @@ def _rising(names: Sequence[str], calls: list[ExampleCall]) -> list[ExampleCall]
     return calls
 
 
-def plan_calls(
-    step: TrainingStep, calls: Sequence[ExampleCall], budget: Budget | Limit, leave: Leave, meant: Limit | None = None
-) -> Plan:
-    """The plan for some calls, from small to large; `meant` are the bytes of the budget, if they are known."""
-    names = parameters(step.model)
-    shapes = [size_of(names, *call) or () for call in calls]
+def plan_calls(planners: Iterable[Planner], budget: Budget | Limit, meant: Limit | None = None) -> Plan:
+    """The plan for the calls of some planners, the largest first; `meant` are the bytes of the budget, if known."""
     largest: Plan | None = None
     sizes: list[SizeClass] = []
-    for shape, (args, kwargs) in zip(reversed(shapes), reversed(calls), strict=True):
+    for planner in planners:
+        shape = size_of(parameters(planner.step.model), *planner.step.call) or ()
         try:
-            plan = Planner(replace(step, args=args, kwargs=kwargs), leave=leave).plan(budget, meant)
+            plan = planner.plan(budget, meant)
         except errors.BudgetError as error:
             text = f"sizes: for calls of {shape_in_words(shape)}, {error!s}"
             raise errors.BudgetError(text, error.smallest, error.solution) from None
@@ -105,6 +102,11 @@ def plan_calls(
         sizes.insert(0, SizeClass(shape, plan.choices, plan.prediction))
     assert largest is not None
     return replace(largest, sizes=tuple(sizes))
+
+
+def _planners(step: TrainingStep, calls: Sequence[ExampleCall], leave: Leave) -> Iterator[Planner]:
+    """Makes the planners of a step with some calls that rise, the largest first, each when it is asked for."""
+    return (Planner(replace(step, args=args, kwargs=kwargs), leave=leave) for args, kwargs in reversed(calls))
 
 
 def _plan_all(step: TrainingStep, budget: Budget | Limit, leave: Leave) -> Plan:
@@ -123,7 +125,7 @@ def _plan_all(step: TrainingStep, budget: Budget | Limit, leave: Leave) -> Plan:
     curve = top.curve(allowed, MOST) if largest.choices else []
     found = {longest(partial(fits, plan), lengths.length) for plan in curve}
     calls = [lengths(length) for length in sorted(found) if length]
-    smaller = plan_calls(step, calls, budget, leave, allowed) if calls else Plan()
+    smaller = plan_calls(_planners(step, calls, leave), budget, allowed) if calls else Plan()
     last = SizeClass(size_of(names, *step.call) or (), largest.choices, largest.prediction)
     return replace(largest, sizes=(*smaller.sizes, last))
 

@@ -51,17 +51,20 @@ SECONDS_BITS, FLOPS_BITS = 40, 21
 
 
 def solve(profile: Profile, *, budget: int | float | str) -> Plan:
-    """Makes the plan for a budget from a profile alone.
+    """Makes the plan for a budget from a profile.
 
-        plan = solve(profile(model, batch), budget="24GiB")
+        costs = profile(model, batch, loss=loss)
+        plans = [solve(costs, budget=budget) for budget in ("24GiB", "16GiB", 0.3)]
 
-    Its prediction follows from the profile; `make_plan` also simulates the step with the plan.
+    The plan is that of `make_plan`, and simulated as that is, where the profile comes from `profile` in this process:
+    the model, the batch and the settings (autocast) are to be as they were then, and no plan in the model. Of a profile
+    that was read from JSON, copied or changed the prediction follows from the costs alone.
 
     Args:
         profile: What the step costs.
         budget: The most bytes alive at any time of the step, parameters, gradients and optimizer included: a number,
             or text as "24GiB"; or a fraction between 0 and 1 of the way from the least feasible peak to that of the
-            step without recomputation.
+            step without recomputation; or "fit", which costs alone do not know.
 
     Raises:
         BudgetError: No choice fits; it carries the least budget and the plan that reaches it.
@@ -72,6 +75,11 @@ def solve(profile: Profile, *, budget: int | float | str) -> Plan:
             f"solve takes what a step costs, but got {errors.say(profile)}\n"
             '  Write solve(profile(model, batch, loss=...), budget="24GiB"); a plan has it as plan.profile.'
         )
+    return profile.solve(budget=budget)
+
+
+def by_costs(profile: Profile, budget: int | float | str) -> Plan:
+    """The plan for a budget by the costs of a profile alone; see `solve`."""
     least = smallest(profile.costs)
     wanted = bytes_meant(budget, lambda: least.peak_bytes, profile.plain_peak_bytes, None)
     try:
