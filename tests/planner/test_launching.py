@@ -176,7 +176,6 @@ def test_a_profile_keeps_its_host() -> None:
     assert again.prediction is not None
     assert (again.prediction.host, again.prediction.step_seconds) == ("slow", promised(host="slow").step_seconds)
     assert Plan.from_json(again.to_json()).prediction == again.prediction
-    assert "host: slow (42 us per operation" in costs.diff(profile(layers(), torch.ones(64, 16), **HOW))
 
 
 def test_costs_of_one_host_are_those_of_another_after_all() -> None:

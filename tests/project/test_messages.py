@@ -1717,7 +1717,6 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: make_plan(Scale(), (torch.ones(2),), budget="1B", sizes="learn"),
     lambda: make_plan(Scale(), (torch.ones(2, 8),), budget="1B", sizes=[4, (torch.ones(2),)]),
     lambda: make_plan(Scale(), (torch.ones(2, 2),), budget="1B", sizes=[4]),
-    lambda: Profile("Net", "h100", COSTS, 20 * GIB).merge(Profile("Other", "h100", COSTS, 20 * GIB)),
     lambda: make_plan(torch.nn.Linear(3, 3), (vector(),), budget=0.5, offload="much"),
     lambda: make_plan(torch.nn.Linear(3, 3), (vector(),), loss=torch.sum, budget=0.5, offload=True),
     lambda: link_of(Roofline("mine", {1: 1e12}, 1e12, 1e-6), torch.device("cpu")),
