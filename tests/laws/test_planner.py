@@ -25,6 +25,7 @@ from torch_recompute.plan.choice import joined
 from torch_recompute.plan.plan import Prediction
 from torch_recompute.plan.roles import inside
 from torch_recompute.planner.candidates import Carries, Guess, SegmentRecord, all_guesses, guesses, record
+from torch_recompute.planner.cost import complaints
 from torch_recompute.planner.ops import Op
 from torch_recompute.planner.planner import Planner
 from torch_recompute.simulation.training_step import TrainingStep
@@ -90,6 +91,11 @@ def small_buffers(planner: Planner, path: str, parts: tuple[str, ...]) -> int:
     """The bytes of the few numbers in buffers that a region has a copy of."""
     modules = [planner.step.model.get_submodule(joined(path, part)) for part in parts]
     return sum(buffer.nbytes for module in modules for buffer in module.buffers() if buffer.numel() <= 16)
+
+
+def test_the_costs_obey_their_rules(planned: Planned) -> None:
+    """What the planner makes is not validated where it is used; no rule for what is read from a file is broken."""
+    assert [*complaints(planned.planner.costs)] == []
 
 
 def test_a_guess_is_what_a_trial_finds(planned: Planned) -> None:

@@ -228,6 +228,20 @@ def test_allocator_agrees(model: nn.Module, step: str, tmp_path: Path) -> None:
     assert m.peak_bytes <= peak <= m.peak_bytes + 8 * KIB
 
 
+def test_what_a_module_comes_to_hold_counts() -> None:
+    """Also a tensor that no operation made, as a random state, and as often as the module replaces it."""
+
+    def keep(module: Any) -> None:
+        module.state = torch.get_rng_state()
+
+    model, size = Made(keep), torch.get_rng_state().nbytes
+    with measure(model) as memory:
+        assert memory.live_bytes == 0
+        for _ in range(2):
+            model()
+            assert memory.live_by_category["other"] == memory.live_bytes == size
+
+
 @each_row
 def test_measure_is_what_the_allocator_says(row: Row) -> None:
     """Over the zoo the peak is that of the allocator's own events."""

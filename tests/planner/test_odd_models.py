@@ -40,7 +40,7 @@ from torch_recompute._torch.fakes import FakeTensor, FakeTensorMode
 from torch_recompute.memory import workspaces
 from torch_recompute.memory.cuda_kernels import kept_by_cublas
 from torch_recompute.memory.operations import Operations
-from torch_recompute.planner.cost import peak
+from torch_recompute.planner.cost import complaints, peak
 from torch_recompute.planner.planner import Planner
 from torch_recompute.planner.solve import choose
 from torch_recompute.simulation.fake_mode import FakeMode
@@ -117,6 +117,13 @@ def test_planning_changes_nothing_of_the_users(planned: Planned) -> None:
 def test_a_plan_has_regions_where_they_help(planned: Planned) -> None:
     """There is a choice in each plan, or in none where no region frees anything."""
     assert [bool(plan.choices) for plan in planned.plans] == [planned.odd.chosen] * len(planned.odd.budgets)
+
+
+def test_the_costs_obey_their_rules(planned: Planned) -> None:
+    """No bytes or seconds are below 0, and a layer that saves nothing saves 0."""
+    for plan in planned.plans:
+        assert plan.profile is not None
+        assert [*complaints(plan.profile.costs)] == []
 
 
 def test_a_simulation_has_the_peak_of_the_step(planned: Planned) -> None:

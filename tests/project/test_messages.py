@@ -22,7 +22,7 @@ import traceback
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import mock_open, patch
@@ -1628,7 +1628,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: read_budget("24G"),
     lambda: read_budget("3 pages"),
     lambda: without("numpy", lambda: choose(COSTS, 20 * GIB)),
-    lambda: choose(Costs({"a": COSTS.kinds["layer"]}, (Segment("net", "b", 0, 0),)), 1),
+    lambda: Profile.from_json(Profile("Net", "h100", replace(COSTS, turn_bytes=-1), 20 * GIB).to_json()),
     # steps over ranks
     lambda: plans("gpt2-xl", "--frontier", "--plot", "a.png", "--pp", "2"),
     lambda: plans("gpt2-xl", "--budget", "1GiB", "--tiles", "--pp", "2"),

@@ -462,6 +462,75 @@ def reads(way: str) -> Built:
     return Reads(*([way] * 3), "its result"), torch.randn(128, 16), itself
 
 
+class Replayed(nn.Module):
+    """A part of a reversible block, which keeps the random state of its forward for the run in its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(WIDTH, WIDTH)
+        self.state: torch.Tensor | None = None  # which is made without an operation
+
+    def forward(self, x: torch.Tensor, again: bool = False) -> torch.Tensor:
+        if not again:
+            self.state = torch.get_rng_state()
+            return self.net(x)
+        assert self.state is not None
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self.state)
+            return self.net(x)
+
+
+class ReversibleBlock(nn.Module):
+    """A block whose input follows from its output, as in RevNet and Reformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = Replayed()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x1, x2 = x.chunk(2, -1)
+        with torch.no_grad():
+            return torch.cat([x2, x1 + self.f(x2)], -1)
+
+    def backward_pass(self, y: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The input and its gradient, from the output and that of it."""
+        (x2, y2), (d2, d1) = y.chunk(2, -1), dy.chunk(2, -1)
+        x2 = x2.detach().requires_grad_()
+        with torch.enable_grad():
+            added = self.f(x2, again=True)
+        torch.autograd.backward(added, d1)
+        assert x2.grad is not None
+        return torch.cat([y2 - added.detach(), x2.detach()], -1), torch.cat([d1, d2 + x2.grad], -1)
+
+
+class RunsBackwards(torch.autograd.Function):
+    """Keeps the output of reversible blocks alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, blocks: list[ReversibleBlock]) -> torch.Tensor:
+        ctx.blocks = blocks
+        for block in blocks:
+            x = block(x)
+        ctx.y = x.detach()
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        y, dy = ctx.y, grads[0]
+        for block in reversed(ctx.blocks):
+            y, dy = block.backward_pass(y, dy)
+        return dy, None
+
+
+def reversible() -> Built:
+    """Reversible blocks behind a layer."""
+    first, blocks = nn.Linear(2 * WIDTH, 2 * WIDTH), [ReversibleBlock() for _ in range(3)]
+    model = Made(
+        lambda m, x: RunsBackwards.apply(m.first(x), list(m.blocks)), first=first, blocks=nn.ModuleList(blocks)
+    )
+    return model, torch.randn(64, 2 * WIDTH), mean_square
+
+
 class UNet(nn.Module):
     """Convolutions with skips: no two parts alike, and bytes that live across the middle."""
 
@@ -515,6 +584,8 @@ CALLS: dict[str, Odd] = {
     "a module that is converted in forward": in_turn(Converts, 256, WIDTH),
     "forces": Odd(lambda: (Forces(), torch.randn(64, WIDTH), mean_square), flops=False, says="create_graph=True"),
     "one layer of several in a wrapper": Odd(one_is_wrapped, (0.1,)),
+    # the counter of FLOPs fails on modules in a Function; a block keeps nothing that a region could free
+    "reversible blocks": Odd(reversible, chosen=False, flops=False),
     "u-net": Odd(lambda: (UNet(), torch.randn(2, 3, 16, 16), itself), (0.7, 0.02), assumed=POOLED),
     **{f"results are caught by {how}": Odd(partial(caught, how)) for how in ("a closure", "a default", "a partial")},
     **{f"a layer is called by {how}": Odd(partial(caught, how)) for how in ("an attribute", "a list")},

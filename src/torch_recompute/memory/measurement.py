@@ -127,7 +127,7 @@ class Measurement:
         self._device = device
         self._lock = threading.RLock()
         self._ledgers: defaultdict[torch.device, Ledger] = defaultdict(Ledger)
-        self._tracked: dict[int, weakref.ref[Any]] = {}  # parameters and optimizers, by `id`
+        self._tracked: dict[int, weakref.ref[Any]] = {}  # parameters, modules and optimizers, by `id`
         self._watch: ExitStack | None = None  # what ends with the block
         self._entered = False
         self._in_step = False
@@ -140,9 +140,10 @@ class Measurement:
 
         Args:
             things: Modules (their parameters, buffers and gradients, and tensors that they hold as plain attributes,
-                counted as "other": `torch.nn.utils.weight_norm` computes its weight into one; modules that they hold
-                in lists, tuples and dicts are counted alike), optimizers (their parameters, gradients and state, also
-                the state made later) and tensors (counted as "other").
+                also those that they come to hold, counted as "other": `torch.nn.utils.weight_norm` computes its weight
+                into one, and `torch.get_rng_state()` makes one without an operation; modules that they hold in lists,
+                tuples and dicts are counted alike), optimizers (their parameters, gradients and state, also the state
+                made later) and tensors (counted as "other").
 
         Returns:
             The measurement itself.
@@ -160,7 +161,7 @@ class Measurement:
                     for root in _roots(thing):
                         self._track_parameters(root.parameters())
                         self._mark(tuple(root.buffers()), BUFFERS)
-                        self._mark([held for module in root.modules() for held in vars(module).values()], OTHER)
+                        self._follow(root)
                 elif isinstance(thing, torch.optim.Optimizer):
                     self._track_parameters(weights_of(thing))
                     self._follow(thing)
@@ -367,15 +368,17 @@ class Measurement:
             self._ledgers[device].mark(storage, rank)
 
     def _alive(self) -> list[Any]:
-        """Returns the tracked parameters and optimizers that are alive."""
+        """Returns the tracked parameters, modules and optimizers that are alive."""
         return [thing for reference in self._tracked.values() if (thing := reference()) is not None]
 
     def _look(self) -> None:
-        """Updates sizes from parameters, gradients and optimizer state."""
+        """Updates sizes from parameters, gradients and optimizer state, and finds what modules hold by now."""
         with without_functions():  # each of which would be shown to those around a step, as to `simulate`'s
             for thing in self._alive():
                 if isinstance(thing, torch.Tensor):
                     self._mark(thing.grad, GRADIENTS)
+                elif isinstance(thing, nn.Module):
+                    self._mark([held for module in thing.modules() for held in vars(module).values()], OTHER)
                 else:
                     self._mark(thing.state, OPTIMIZER)
         for ledger in self._ledgers.values():
@@ -388,14 +391,14 @@ class Measurement:
             self._mark(parameter, PARAMETERS)
             self._follow(parameter)
 
-    def _follow(self, thing: torch.Tensor | torch.optim.Optimizer) -> None:
+    def _follow(self, thing: torch.Tensor | nn.Module | torch.optim.Optimizer) -> None:
         known = self._tracked.get(id(thing))
         if known is None or known() is not thing:
             self._tracked[id(thing)] = weakref.ref(thing)
             if self._watch is not None:
                 self._hook(thing, self._watch)
 
-    def _hook(self, thing: torch.Tensor | torch.optim.Optimizer, until: ExitStack) -> None:
+    def _hook(self, thing: torch.Tensor | nn.Module | torch.optim.Optimizer, until: ExitStack) -> None:
         def delivered(gradient: object) -> None:
             with self._lock:
                 self._mark(gradient, GRADIENTS)
@@ -408,7 +411,7 @@ class Measurement:
         if isinstance(thing, torch.optim.Optimizer):
             until.callback(thing.register_step_pre_hook(lambda *_: step(True)).remove)
             until.callback(thing.register_step_post_hook(lambda *_: step(False)).remove)
-        elif thing.requires_grad and thing.is_leaf:
+        elif isinstance(thing, torch.Tensor) and thing.requires_grad and thing.is_leaf:
             until.callback(cast("Any", thing).register_hook(delivered).remove)
             until.callback(thing.register_post_accumulate_grad_hook(lambda tensor: delivered(tensor.grad)).remove)
 

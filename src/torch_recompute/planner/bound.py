@@ -43,7 +43,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from ..simulation.devices import Host
-from .cost import Costs, Graph, Kind, check
+from .cost import Costs, Graph, Kind
 
 # More than the rounding of sums of floats; the bound is lowered by it.
 ROUNDING = 1e-12
@@ -76,7 +76,6 @@ def bound(costs: Costs, budget: int) -> float:
         costs: The segments; those with a `Graph` are counted.
         budget: The most bytes that may live at any time of the step.
     """
-    check(costs)
     turn = (point.bytes for point in costs.points if point.after == len(costs.segments))
     room = budget - max([costs.turn_bytes, *turn])
     if room < 0:

@@ -20,7 +20,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from .. import errors
 from ..plan.choice import VALUES_UNUSED, Choice
 from ..simulation.devices import ITSELF, NO_WORK, Host, Work
 
@@ -281,15 +280,8 @@ def simplicity(option: Option) -> tuple[object, ...]:
     return len(option.regions), bool(option.store), kept, option.span, option.nested, said, option.store, option.offload
 
 
-def check(costs: Costs) -> None:
-    """Raises ArgumentError with the first rule for costs that is broken."""
-    for complaint in _complaints(costs):
-        raise errors.ArgumentError(
-            f"these costs cannot be: {complaint}.\n  Costs are made by profiling a model; by hand, see planner/cost.py."
-        )
-
-
-def _complaints(costs: Costs) -> Iterator[str]:
+def complaints(costs: Costs) -> Iterator[str]:
+    """Yields each rule for costs that is broken, in words; what is read from a file is asked for them."""
     wrong = "are not whole and at least 0"
     if not costs.segments:
         yield "they have no segment, so there is nothing to choose"

@@ -18,7 +18,7 @@ from .. import errors
 from ..errors.text import shown, starred, table
 from ..memory.loop import Loop
 from ..plan.plan import MIB, VERSION, Plan, Switched, made, read
-from .cost import NOTHING, Always, Costs, Option
+from .cost import NOTHING, Always, Costs, Option, complaints
 
 
 @shown
@@ -92,9 +92,12 @@ class Profile:
         """A profile from what `to_json` wrote.
 
         Raises:
-            ArgumentError: The text is no JSON, of another version, or holds something else.
+            ArgumentError: The text is no JSON, of another version, or holds something else, as costs that cannot be.
         """
-        return read(text, _profile, _bad_profile)
+        profile = read(text, _profile, _bad_profile)
+        for complaint in complaints(profile.costs):
+            raise errors.ArgumentError(_bad_profile(complaint))
+        return profile
 
     def solve(self, *, budget: int | float | str) -> Plan:
         """Makes the plan for another budget, without profiling again; see `torch_recompute.solve`."""

@@ -35,7 +35,7 @@ from ..plan.plan import NOT_RECOMPUTED, OFFLOADED, Line, Plan, Prediction
 from ..plan.roles import inside
 from ..simulation.devices import SLOW
 from .bound import bound
-from .cost import Costs, Kind, Option, Segment, Solution, begins, check, launched_by, peak, simplicity
+from .cost import Costs, Kind, Option, Segment, Solution, begins, launched_by, peak, simplicity
 from .profile import Profile
 
 if TYPE_CHECKING:
@@ -279,7 +279,6 @@ def untied(costs: Costs) -> tuple[tuple[str, str], ...]:
 
 
 def _curves(costs: Costs) -> list[_Curve]:
-    check(costs)
     if find_spec("numpy") is None:
         raise errors.ArgumentError(
             "planning for a memory budget needs the package numpy, which is not installed.\n  Write: pip install numpy"
