@@ -12,7 +12,8 @@ function, `tests/project/test_pages.py` holds the pages to it, and the result
 is in the repository, so that it can be read there without building anything.
 
 A table is between `<!-- figures: NAME -->` and `<!-- end of figures -->`, in any page. `figures.py` makes the
-tables, `pictures.py` and `step_picture.py` the pictures.
+tables, `pictures.py` and `step_picture.py` the pictures. The fields of `RecomputeConfig` are between `<!-- fields -->`
+and `<!-- end of fields -->`; the package has them as a table.
 """
 
 from __future__ import annotations
@@ -27,23 +28,33 @@ import pictures
 import step_picture
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "src"))  # tools run where the package is not installed
 
 from _measure import ages, has_history
 
+from torch_recompute.plan import fields
+
 ROOT = Path(__file__).resolve().parents[1]
 MARKED = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+FIELDS = re.compile(r"(<!-- fields -->\n).*?(<!-- end of fields -->)", re.DOTALL)
 
 
 def with_figures(text: str) -> str:
     """A page with its tables made again."""
-    return MARKED.sub(lambda match: f"{match[1]}\n{figures.TABLES[match[2]]()}\n\n{match[3]}", text)
+    text = MARKED.sub(lambda match: f"{match[1]}\n{figures.TABLES[match[2]]()}\n\n{match[3]}", text)
+    return FIELDS.sub(lambda match: f"{match[1]}\n{_fields()}\n\n{match[2]}", text)
+
+
+def _fields() -> str:
+    head = "field", "Megatron-LM's meaning", "here", "an error"
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *fields.table()))
 
 
 def pages_with_figures() -> dict[Path, str]:
     """The pages that hold tables, as they should be."""
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     texts = {page: page.read_text(encoding="utf-8") for page in pages}
-    return {page: with_figures(text) for page, text in texts.items() if MARKED.search(text)}
+    return {page: with_figures(text) for page, text in texts.items() if MARKED.search(text) or FIELDS.search(text)}
 
 
 def all_pages() -> dict[Path, str]:

@@ -32,7 +32,8 @@ from torch_recompute import (
     measure,
     saved_activations,
 )
-from torch_recompute.plan.config import BELONGING, groups
+from torch_recompute.plan.config import groups
+from torch_recompute.plan.fields import FIELDS, Field
 from torch_recompute.plan.labels import LABELS
 from torch_recompute.plan.settings import INSIDE
 
@@ -579,12 +580,36 @@ def test_every_field_is_listed_as_documented() -> None:
     assert [name for name in described if name in names] == names
 
 
-def test_fields_that_belong_to_a_switch_exist() -> None:
-    """The table of switches names fields, and switches are off."""
+def test_the_table_has_a_row_for_each_field() -> None:
+    """In their order; switches are off, and what belongs to one that is not on is refused."""
     defaults = {field.name: field.default for field in dataclasses.fields(RecomputeConfig)}
-    for switch, fields in BELONGING.items():
-        assert defaults[switch] is False
-        assert defaults.keys() >= {*fields}
+    assert [field.name for field in FIELDS] == [*defaults]
+    for field in FIELDS:
+        assert f"\n    {field.name}: {field.means}" in (RecomputeConfig.__doc__ or "")
+        if field.switch:
+            assert defaults[field.switch] is False
+            with pytest.raises(ArgumentError, match=f"{field.switch} is False"):
+                RecomputeConfig(**{field.name: other_than(defaults[field.name])})
+
+
+def other_than(default: Any) -> Any:
+    """A value that is not the default, nor what Megatron's default once was."""
+    if isinstance(default, bool):
+        return 2 if default is False else False  # False and True were both a default of cpu_offloading_weights
+    return ["core_attn"] if default is None else default + 1
+
+
+@pytest.mark.parametrize("field", [field for field in FIELDS if not field.effect], ids=lambda field: field.name)
+def test_a_field_without_effect_is_always_refused(field: Field) -> None:
+    """Also with its switch and all that this needs."""
+    parts = {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]}
+    layers = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    layers |= {"cpu_offloading": True, "cpu_offloading_num_layers": 1}
+    rest = layers if field.switch == "cpu_offloading" else parts
+    value = other_than(getattr(RecomputeConfig, field.name))
+    RecomputeConfig(**rest)
+    with pytest.raises(ArgumentError, match=re.escape(f"{field.name}={value} would have no effect")):
+        RecomputeConfig(**rest, **{field.name: value})
 
 
 # --- offloading without recomputation -------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -30,75 +30,27 @@ from ..memory import saved_activations
 from ..memory.batch import Batch, call_of
 from ..memory.operations import ModuleStack
 from ..state.tape import thread
-from . import settings
+from . import fields, settings
 from .apply import apply
 from .choice import PRODUCT, Choice, Target, joined
+from .fields import BLOCK, FULL, SELECTIVE, UNIFORM
 from .labels import OFFLOADS, STACKED, choices, matching, merge, named, notes, offloaded, routed, stacked_experts
 from .plan import Plan
 from .roles import inside
-from .settings import BLOCK, FULL, SELECTIVE, SWITCHES, UNIFORM
 from .units import find_units
 
 T = TypeVar("T")
 HOST, SHARDED = "host", "sharded"
 FILES = (".json", ".yaml", ".yml")
-# A switch, and the fields that are looked at only when it is on.
-BELONGING = {
-    "fine_grained_activation_offloading": (
-        *("offload_modules", "min_offloaded_tensor_size", "delay_offload_until_cuda_graph"),
-        *("delta_offload_bytes_across_pp_ranks", "activation_offload_fraction"),
-        "fine_grained_offloading_max_inflight_offloads",
-    ),
-    "cpu_offloading": (
-        *("cpu_offloading_num_layers", "cpu_offloading_activations", "cpu_offloading_weights"),
-        *("cpu_offloading_double_buffering", "cpu_offloading_retain_pinned_cpu_buffers"),
-    ),
-}
-# Fields of the parts that are options of the store.
-OPTIONS = {
-    "min_offloaded_tensor_size": "OnHost(smallest=...) (bytes, not elements)",
-    "activation_offload_fraction": "OnHost(fraction=...)",
-    "fine_grained_offloading_max_inflight_offloads": "OnHost(ahead=...) (regions, not tensors)",
-}
 
 
+@fields.documented
 @dataclass(frozen=True, kw_only=True, repr=False)
 class RecomputeConfig:
     """Settings of recomputation, in Megatron-LM's words.
 
-    Attributes:
-        recompute_granularity: None for nothing, "full" for whole layers, "selective" for the parts that
-            `recompute_modules` names.
-        recompute_method: For "full": "uniform" recomputes every layer, `recompute_num_layers` of them as one region,
-            and keeps one input per region; "block" recomputes the first `recompute_num_layers` layers one by one.
-        recompute_num_layers: For "full": the number above, from 1 to the layers of this model (of a pipeline: of this
-            stage, or chunk). It holds for each stack of layers; a shorter stack than that is recomputed whole.
-        recompute_modules: For "selective": labels (`core_attn`, `attention_output`, `mlp`, `layernorm`, `moe`,
-            `moe_act`, `shared_experts`, `mla_up_proj`), module paths, patterns of paths, or names that the model's
-            author gave to calls (`no_recompute(fn, name="scores")`). None stands for ["core_attn"]; [] recomputes
-            nothing. Neither `core_attn` nor `attention_output` runs a fused attention again.
-        distribute_saved_activations: Each tensor parallel rank keeps a part of the input of each region, around layers
-            or parts of them: `apply(model, plan, stores={"sharded": ShardedOver(group)})`.
-        repeat_collectives: Not Megatron's. Layers that `parallelize_module` has split keep the results of their
-            reductions, so replays do not repeat them; True repeats them, as Megatron does, and keeps nothing.
-        sequence_parallel: Whether the model splits sequences over tensor parallel ranks; for checks only.
-        moe_layer_recompute: Megatron's older spelling of "moe" among `recompute_modules`.
-        fine_grained_activation_offloading: Keep what the parts in `offload_modules` save in host memory (`OnHost`).
-        offload_modules: Labels (`attn_norm`, `qkv_linear`, `core_attn`, `attn_proj`, `mlp_norm`, `expert_fc1`,
-            `moe_act`), module paths or patterns; of those that are among `recompute_modules` too, the inputs are kept
-            there. With "full" and "block", parts of the layers that are left. The store's `ahead` is how many of them
-            are in flight.
-        min_offloaded_tensor_size: Refused: an option of the store, `OnHost(smallest=)`.
-        delay_offload_until_cuda_graph: Refused: about Megatron's own schedule.
-        delta_offload_bytes_across_pp_ranks: Refused, likewise.
-        activation_offload_fraction: Refused: an option of the store, `OnHost(fraction=)`.
-        fine_grained_offloading_max_inflight_offloads: Refused: an option of the store, `OnHost(ahead=)`.
-        cpu_offloading: For "full": keep the inputs of the first layers in host memory (`OnHost`).
-        cpu_offloading_num_layers: How many layers of each stack; of a region of several layers the first counts.
-        cpu_offloading_activations: Whether inputs are moved; there is nothing else to move.
-        cpu_offloading_weights: Refused: weights stay on the device.
-        cpu_offloading_double_buffering: Always so: inputs come back one region ahead.
-        cpu_offloading_retain_pinned_cpu_buffers: Always so: torch keeps pinned memory for the next step.
+    What each field means, what it does here and when it is refused stands in one table, `fields.FIELDS`, which is also
+    that of `docs/config.md`.
 
     Raises:
         ArgumentError: A value is not known, or would have no effect, or does not go with another one.
@@ -127,14 +79,14 @@ class RecomputeConfig:
     cpu_offloading_retain_pinned_cpu_buffers: bool = False
 
     def __post_init__(self) -> None:
-        _check_types(self)
-        if self.moe_layer_recompute:
+        fields.check(self)
+        if self.moe_layer_recompute and self.recompute_granularity != FULL:
             self._spell_out_moe()
         if self.recompute_modules is None and self.recompute_granularity == SELECTIVE:
             self._set("recompute_modules", ("core_attn",))
         if self.recompute_modules is not None:
             self._set("recompute_modules", tuple(self.recompute_modules))
-        _check(self)
+        fields.check_together(self)
         # Empty lists that were let through, because that is how others write that there is nothing.
         if self.recompute_granularity != SELECTIVE:
             self._set("recompute_modules", None)
@@ -144,13 +96,6 @@ class RecomputeConfig:
         object.__setattr__(self, name, value)  # the class is frozen
 
     def _spell_out_moe(self) -> None:
-        if self.recompute_granularity == "full":
-            raise errors.ArgumentError(
-                'moe_layer_recompute=True asks for recompute_granularity="selective" with "moe" among '
-                'recompute_modules, but recompute_granularity is "full", which recomputes the layers that the experts '
-                "are in.\n"
-                "  Leave moe_layer_recompute out."
-            )
         modules = ["core_attn"] if self.recompute_modules is None else list(self.recompute_modules)
         modules += [] if "moe" in modules else ["moe"]
         self._set("recompute_granularity", SELECTIVE)
@@ -257,195 +202,11 @@ class RecomputeConfig:
         return tuple(field.name for field in dataclasses.fields(cls))
 
 
-# --- rules that need no model ---
+# --- the choices that settings mean in one model ---
 
 
 def _no_effect(config: RecomputeConfig, field: str, why: str, write: str) -> NoReturn:
-    value = getattr(config, field)
-    raise errors.ArgumentError(errors.no_effect(field, list(value) if isinstance(value, tuple) else value, why, write))
-
-
-def _is_default(config: RecomputeConfig, field: str) -> bool:
-    """Returns whether a field says nothing: at its default, an empty list, or what Megatron's default once was."""
-    value = getattr(config, field)
-    once = (field, value) == ("cpu_offloading_weights", True)
-    return value == getattr(RecomputeConfig, field) or value in ([], ()) or once
-
-
-def _check_count(field: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise errors.ArgumentError(
-            f"{field} is {errors.say(value)}, where a whole number of layers is expected, 1 or more.\n"
-            f"  Write {field}=1, without quotes; leave it out, or write None (null in a file), for no number."
-        )
-
-
-def _check_types(config: RecomputeConfig) -> None:
-    """Raises for a value that is not of the kind that its field holds."""
-    if config.recompute_granularity not in (None, FULL, SELECTIVE):
-        raise errors.ArgumentError(
-            f"recompute_granularity={config.recompute_granularity!r} is not known. It says how much of a layer is "
-            "recomputed:\n"
-            "      None          nothing (null in a file; leave the flag out)\n"
-            '      "full"        whole layers; recompute_method and recompute_num_layers say which\n'
-            '      "selective"   the parts that recompute_modules names'
-        )
-    if config.recompute_method not in (None, UNIFORM, BLOCK):
-        raise errors.ArgumentError(
-            f"recompute_method={config.recompute_method!r} is not known. It says which layers are recomputed:\n"
-            '      "uniform"   all of them, recompute_num_layers at a time\n'
-            '      "block"     the first recompute_num_layers, one by one; the others keep their activations'
-        )
-    if config.recompute_num_layers is not None:
-        _check_count("recompute_num_layers", config.recompute_num_layers)
-    for field in ("recompute_modules", "offload_modules"):
-        modules = getattr(config, field)
-        listed = isinstance(modules, Sequence) and not isinstance(modules, (str, bytes))
-        labels = listed and all(isinstance(label, str) and label for label in cast("Sequence[object]", modules))
-        if modules is not None and not labels:
-            labels = [one.strip() for one in modules.split(",")] if isinstance(modules, str) else ["core_attn", "mlp"]
-            none = "recomputes nothing, which is the run to compare with"
-            none = none if field == "recompute_modules" else "moves nothing"
-            raise errors.ArgumentError(
-                f"{field} is {errors.say(modules)}, where a list of strings is expected.\n"
-                f"  Write {field}={labels}; [] {none}."
-            )
-    for switch in SWITCHES:
-        value = getattr(config, switch)
-        if not isinstance(value, bool):
-            raise errors.ArgumentError(
-                f"{switch} is {errors.say(value)}, where True or False is expected.\n"
-                f"  Write {switch}=True ({switch}: true in a file, without quotes)."
-            )
-
-
-def _check(config: RecomputeConfig) -> None:
-    """Raises for values that do not go together, and for fields that nothing would look at."""
-    _check_granularity(config)
-    _check_distributed(config)
-    for switch, fields in BELONGING.items():
-        for field in () if getattr(config, switch) else fields:
-            if not _is_default(config, field):
-                _no_effect(config, field, f"{switch} is False", f"Write {switch}=True with it")
-    if config.cpu_offloading:
-        _check_offloaded_layers(config)
-    if config.fine_grained_activation_offloading:
-        _check_offloaded_parts(config)
-
-
-NOTHING = "recompute_granularity is None, which recomputes nothing"
-
-
-def _check_granularity(config: RecomputeConfig) -> None:
-    """Raises for fields that say which layers or parts are recomputed, of another granularity than theirs."""
-    granularity = config.recompute_granularity
-    for field in ("recompute_method", "recompute_num_layers"):
-        value = getattr(config, field)
-        if value is not None and granularity == SELECTIVE:
-            why = 'recompute_granularity="selective" recomputes parts of every layer, whichever recompute_modules names'
-            write = 'For a part of some layers, name it by paths: recompute_modules=["layers.0.mlp", "layers.1.mlp"]'
-            _no_effect(config, field, why, write)
-        if value is not None and granularity is None:
-            write = (
-                'Write recompute_granularity="full", recompute_method="block", recompute_num_layers=N for the first N '
-                'layers (what Megatron-Bridge means by --recompute_num_layers alone), or recompute_method="uniform" '
-                "for all, N at a time"
-            )
-            _no_effect(config, field, NOTHING, write)
-    missing = [name for name in ("recompute_method", "recompute_num_layers") if getattr(config, name) is None]
-    if granularity == FULL and missing:
-        raise errors.ArgumentError(
-            f'recompute_granularity="full" needs {" and ".join(missing)}: without, there is no saying which layers.\n'
-            '  For every layer by itself, write recompute_method="uniform", recompute_num_layers=1.'
-        )
-    if granularity != SELECTIVE and config.recompute_modules:
-        why = 'recompute_granularity="full" recomputes whole layers' if granularity == FULL else NOTHING
-        write = 'Write recompute_granularity="selective" for these parts'
-        _no_effect(config, "recompute_modules", why, write)
-
-
-def _check_distributed(config: RecomputeConfig) -> None:
-    """Raises for inputs that cannot be kept in parts, and for collectives that are not repeated."""
-    write_full = 'Write recompute_granularity="full" with it'
-    if config.distribute_saved_activations:
-        if config.sequence_parallel:
-            raise errors.ArgumentError(
-                "distribute_saved_activations=True does not go with sequence_parallel=True: with the latter the input "
-                "of a layer is already split over the tensor parallel ranks, so each rank keeps its own part and "
-                "there is nothing to distribute.\n"
-                "  Leave distribute_saved_activations out."
-            )
-        if config.recompute_granularity is None:
-            why = f"{NOTHING}, so there are no inputs to distribute"
-            _no_effect(config, "distribute_saved_activations", why, write_full)
-        offloading = "fine_grained_activation_offloading" if config.fine_grained_activation_offloading else ""
-        offloading = "cpu_offloading" if config.cpu_offloading else offloading
-        if offloading:
-            raise errors.ArgumentError(
-                f"distribute_saved_activations=True does not go with {offloading}=True: the one keeps the inputs of "
-                "regions in parts on the tensor parallel ranks, the other in host memory, and they are in one place.\n"
-                '  Leave one of the two out, or make the choices by hand:  Choice((path,), store="sharded")  for some '
-                'layers, store="host"  for others.'
-            )
-    if config.repeat_collectives and config.recompute_granularity is None:
-        _no_effect(config, "repeat_collectives", f"{NOTHING}, so nothing is repeated", write_full)
-    if config.repeat_collectives and config.distribute_saved_activations:
-        why = "with distribute_saved_activations=True nothing is kept whole, so collectives are repeated anyway"
-        _no_effect(config, "repeat_collectives", why, "Write one of the two")
-
-
-# --- offloading ---
-#
-# Megatron's `cpu_offloading` moves what layers keep; here it moves the inputs of its regions. So it goes
-# with whole layers that are recomputed (where Megatron forbids it). `fine_grained_activation_offloading` moves what
-# parts save that are not recomputed, as Megatron's does, and the inputs of those that are. How much is moved, and how
-# far ahead, are options of the store.
-
-
-def _check_offloaded_layers(config: RecomputeConfig) -> None:
-    if config.recompute_granularity != FULL:
-        raise errors.ArgumentError(
-            "cpu_offloading=True moves the inputs of whole layers, that are recomputed, to host memory, and here there "
-            'are none: it needs recompute_granularity="full".\n'
-            '  Write recompute_granularity="full" with it; or, for parts that are not recomputed, '
-            'fine_grained_activation_offloading=True, offload_modules=["core_attn"].'
-        )
-    number, recomputed = config.cpu_offloading_num_layers, config.recompute_num_layers or 0
-    _check_count("cpu_offloading_num_layers", number)
-    if config.recompute_method == BLOCK and number > recomputed:
-        why = f"only the first {recomputed} layers are recomputed, and only their inputs are moved"
-        _no_effect(config, "cpu_offloading_num_layers", why, f"Write cpu_offloading_num_layers={recomputed}")
-    if not config.cpu_offloading_activations:
-        why = "weights stay on the device, so nothing would be moved"
-        _no_effect(config, "cpu_offloading_activations", why, "Write cpu_offloading_activations=True")
-    if config.cpu_offloading_weights:
-        why = "only inputs of regions are moved; weights stay on the device"
-        _no_effect(config, "cpu_offloading_weights", why, "Write cpu_offloading_weights=False")
-
-
-def _check_offloaded_parts(config: RecomputeConfig) -> None:
-    fields, labels = BELONGING["fine_grained_activation_offloading"], config.offload_modules or ()
-    if (config.recompute_granularity == FULL and config.recompute_method != BLOCK) or not labels:
-        raise errors.ArgumentError(
-            "fine_grained_activation_offloading=True moves to host memory what the parts in offload_modules save, and "
-            f"here {'all layers are recomputed, which save nothing' if labels else 'it names none'}.\n"
-            '  Write offload_modules=["core_attn", "expert_fc1"], without recompute_granularity="full" or with '
-            'recompute_method="block", which leaves layers; for the inputs of whole layers, cpu_offloading=True.'
-        )
-    if "attn_proj" in labels and not {"core_attn"} & {*labels, *(config.recompute_modules or ())}:
-        why = (
-            "what the projection saves is the result of the attention, which core_attn keeps on the device all the same"
-        )
-        _no_effect(config, "offload_modules", why, f"Write offload_modules={['core_attn', *labels]}")
-    for field in (field for field in fields if field != "offload_modules" and not _is_default(config, field)):
-        why, write = "it is about Megatron-LM's own schedule", "Write nothing in its place"
-        if field in OPTIONS:
-            why = "a plan says whose inputs are in host memory, and the store how many of them"
-            write = f'Write apply(model, plan, stores={{"host": store}}) with store = {OPTIONS[field]}'
-        _no_effect(config, field, why, write)
-
-
-# --- the choices that settings mean in one model ---
+    raise errors.ArgumentError(fields.no_effect(config, field, why, write))
 
 
 def _whole_layers(config: RecomputeConfig, model: nn.Module) -> tuple[Choice, ...]:

@@ -4,7 +4,7 @@ A training configuration is one file with everything in it. The fields of recomp
 because a place that is not looked at is a setting that is silently ignored; for the same reason a key that can only be
 meant for us and is no field is an error, and so are two values for one field. Command lines follow the same rule: flags
 of others are left alone, a misspelled one of ours is not. Values are not converted where a wrong one could be meant:
-the rules of `config.py` refuse it.
+the rules of `fields.py` refuse it.
 """
 
 from __future__ import annotations
@@ -19,18 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from .. import errors
-
-FULL, SELECTIVE = "full", "selective"
-UNIFORM, BLOCK = "uniform", "block"
-
-SWITCHES = (
-    "distribute_saved_activations",
-    "repeat_collectives",
-    "sequence_parallel",
-    "moe_layer_recompute",
-    "fine_grained_activation_offloading",
-    "cpu_offloading",
-)
+from .fields import BLOCK, FULL, LISTS, SELECTIVE, SWITCHES
 
 # Fields of Megatron's configuration that recompute inside of its own layers: their default, and what to do instead.
 INSIDE: dict[str, tuple[object, str]] = {
@@ -187,7 +176,6 @@ def nearest(key: str, names: Sequence[str]) -> str:
 # --- command lines ---
 
 GRANULARITY_FLAG, BLOCK_FLAG = "recompute_activations", "rl"
-LISTS = ("recompute_modules", "offload_modules")
 
 
 def _number(word: str) -> int | str:
