@@ -341,7 +341,7 @@ class _Planning:
         except Exception:  # whatever it does with the weights that it is given
             return False
 
-    def came(self, handle: Applied) -> None:
+    def on_plan_applied(self, handle: Applied) -> None:
         """Tells the regions of a plan that is in the model now what they took in simulated steps."""
         for simulated in self._rehearsed:
             handle._expect(simulated)  # pyright: ignore[reportPrivateUsage]
@@ -739,9 +739,9 @@ def _plan_or_tell(planner: Planner, budget: object) -> Plan:
         try:
             return planner.plan(budget)
         except errors.BudgetError as error:
-            from .planner.alternatives import told
+            from .planner.alternatives import with_alternatives
 
-            raise told(planner, error) from None
+            raise with_alternatives(planner, error) from None
 
 
 def _in_batches(function: str, longest: object, sizes: object = ()) -> bool:

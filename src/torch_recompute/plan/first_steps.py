@@ -84,7 +84,7 @@ class Planning(Protocol):
         """Whether the planned optimizer has smaller states than one that has stepped."""
         ...
 
-    def came(self, handle: Applied) -> None:
+    def on_plan_applied(self, handle: Applied) -> None:
         """Called with the handle when a plan is in the model."""
         ...
 
@@ -251,7 +251,7 @@ class FirstSteps(ForwardWrapper):
         _looking.add(self)
         if not _hook:
             _hook.append(register_optimizer_step_post_hook(_stepped))
-        self._plan_came()
+        self._watch_layers_of_plan()
 
     def take_out(self) -> None:
         """Stops looking."""
@@ -306,13 +306,13 @@ class FirstSteps(ForwardWrapper):
 
     # --- layers ---------------------------------------------------------------------------------------------------
 
-    def _plan_came(self) -> None:
+    def _watch_layers_of_plan(self) -> None:
         """Counts the calls of the layers that are in the plan, and of those beside them that its step left out."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         self._handle.first.autocast = None  # is spoken of here
-        self._planning.came(self._handle)
+        self._planning.on_plan_applied(self._handle)
         self._trainable = _trainable(self.module)
         plan: Any = self._handle.plan
         paths = [path for path, _ in plan.modules]
@@ -474,7 +474,7 @@ class FirstSteps(ForwardWrapper):
             return
         plan = self._handle.plan
         same = (plan.all_choices, plan.predicted_peak_bytes) == (before.all_choices, before.predicted_peak_bytes)
-        self._plan_came()
+        self._watch_layers_of_plan()
         left_out = list(self._of_layers(self._calls)) if "draws" in options else []
         words = [] if same else ["another plan", *(["of other layers"] if left_out else [])]
         words = self._planning.together(words) if planned else words

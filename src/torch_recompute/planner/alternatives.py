@@ -218,7 +218,7 @@ def in_words(found: Sequence[Alternative], budget: int | None, *, option: bool) 
     return [*said, *([f"Each of these lowers the peak, but not enough alone: {named(others)}."] if others else [])]
 
 
-def told(planner: Planner, error: errors.BudgetError) -> errors.BudgetError:
+def with_alternatives(planner: Planner, error: errors.BudgetError) -> errors.BudgetError:
     """The error of a budget that no plan fits into, which also says what holds the least peak and what would do."""
     least: Any = error.solution
     promise = least.prediction

@@ -162,14 +162,14 @@ def limit_of(offload: object) -> int | None:
     return found
 
 
-def stores_for(plan: Plan, step: TrainingStep) -> dict[str, HostApart]:
+def stores_for(plan: Plan, step: TrainingStep) -> dict[str, SimulatedHostStore]:
     """The stores for a step that is simulated under a plan.
 
     Where choices name host memory and the step runs on a device that is no part of it, that is a store apart from it.
     """
     if all(choice.store != "host" for choice in plan.all_choices):
         return {}
-    return {} if step.where.roofline is None and step.runs_on.type == "cpu" else {"host": HostApart()}
+    return {} if step.where.roofline is None and step.runs_on.type == "cpu" else {"host": SimulatedHostStore()}
 
 
 def simulate_under(step: TrainingStep, plan: Plan) -> Simulation:
@@ -214,7 +214,7 @@ class _NoCopies(Direct):
         return True
 
 
-class HostApart(OnHost):
+class SimulatedHostStore(OnHost):
     """`OnHost` for the fake tensors of one step, on a device that host memory is no part of."""
 
     def __init__(self) -> None:

@@ -45,7 +45,7 @@ from ..simulation.made_up import floats
 from ..simulation.recording import SHARDING, Recording
 from ..simulation.step import held_by_libraries, step_as_there, where_it_runs
 from ..simulation.training_step import TrainingStep, loss_of
-from .hosts import HostApart
+from .hosts import SimulatedHostStore
 from .ops import Op, StepLog, logging, op_of
 from .rank_memory import StageBytes
 from .schedules import BACKWARD, FORWARD, INPUTS, REDUCE, WEIGHTS
@@ -237,7 +237,7 @@ class StageRunner:
         return found
 
     def _run(self, stage: int, plan: Plan, *, halves: bool) -> StageRun:
-        host = HostApart()
+        host = SimulatedHostStore()
         with self._running():
             handle = apply(self.model, plan, stores={"host": host} if any(choice.store for choice in plan) else {})
             try:
@@ -313,7 +313,7 @@ class _StageRecording(Recording):
 class _Microbatches:
     """The two microbatches of one stage, whose backwards may come in halves."""
 
-    def __init__(self, runner: StageRunner, stage: int, plan: Plan, halves: bool, host: HostApart) -> None:
+    def __init__(self, runner: StageRunner, stage: int, plan: Plan, halves: bool, host: SimulatedHostStore) -> None:
         self._of, self._halves, self._host = runner, halves, host
         self._start, self._stop = runner.stages[stage]
         modules = [layer.module for layer in runner.layers[self._start : self._stop]]
@@ -591,7 +591,9 @@ class _ShardedMicrobatches(_Microbatches):
     each in turn.
     """
 
-    def __init__(self, runner: StageRunner, stage: int, plan: Plan, sharded: ShardedStages, host: HostApart) -> None:
+    def __init__(
+        self, runner: StageRunner, stage: int, plan: Plan, sharded: ShardedStages, host: SimulatedHostStore
+    ) -> None:
         super().__init__(runner, stage, plan, False, host)
         self._sharded = sharded
         self._more: dict[str, Counter[Op]] = {}

@@ -35,7 +35,7 @@ from ..simulation.made_up import floats
 from ..simulation.recording import SimulatedMeasurement
 from ..state.observer import observing, running
 from .cost import Option
-from .hosts import HostApart
+from .hosts import SimulatedHostStore
 from .ops import Op, is_kept, op_of
 
 
@@ -160,7 +160,7 @@ def attempt(call: SegmentCall, choices: Sequence[Choice], pretend: FakeMode, *, 
     """
     holder = nn.ModuleList(module for module, _, _ in call.steps)
     gradients = [(parameter, parameter.grad) for parameter in holder.parameters()]
-    host = HostApart()
+    host = SimulatedHostStore()
     stores = {"host": host} if any(choice.store for choice in choices) else {}
     trained = [weight for weight in holder.parameters() if weight.requires_grad and frees]
     with reached_as_before(holder), ExitStack() as stack:
@@ -209,7 +209,7 @@ class _Watch:
             self.calls += is_kept()
 
 
-def _run(call: SegmentCall, holder: nn.Module, pretend: FakeMode, host: HostApart, keeps: bool) -> Tried:
+def _run(call: SegmentCall, holder: nn.Module, pretend: FakeMode, host: SimulatedHostStore, keeps: bool) -> Tried:
     seen = _Watch(keeps)
     m = SimulatedMeasurement(None, pretend, seen.see)
     like = call.inputs
