@@ -45,7 +45,7 @@ def simulated(case: str, ways: list[str], plans: dict[tuple[str, str], Any]) -> 
         stated = plans.get((case, way))
         plan = Plan.from_json(stated) if stated else configurations("way", way, step)[way]
         with models.autocasting(step.model, args.autocast):
-            yield peaks_of(step, {way: plan}, step.leave)[0].simulation, tied
+            yield peaks_of(step, {way: plan}, step.plan_options)[0].simulation, tied
 
 
 def compared(case: str, rows: list[dict[str, Any]], plans: dict[tuple[str, str], Any], rounds: int) -> Iterator[Any]:

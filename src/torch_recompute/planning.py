@@ -32,7 +32,7 @@ from .plan.plan import Plan
 from .plan.ranks import Ranks
 from .plan.sizes import parameters
 from .planner.configurations import Configurations, ConfiguredSteps, configurations, peaks_of
-from .planner.hosts import NO_LEAVE, HostBandwidth, Leave
+from .planner.hosts import NO_OPTIONS, HostBandwidth, PlanOptions
 from .planner.plan_file import PlanFile, made_for
 from .planner.planner import Planner
 from .planner.profile import Profile, with_planner
@@ -112,7 +112,7 @@ def profile(
     step = TrainingStep.of("profile", model, args, kwargs, loss, optimizer, device, loop, host)
     step = replace(step, model=_of_one_rank("profile", model, ranks), ranks=ranks or ALONE)
     with at_work(f"profiling {type(model).__name__}"):
-        planner = Planner(step, leave=Leave.of(offload, host_bandwidth, tiles))
+        planner = Planner(step, plan_options=PlanOptions.of(offload, host_bandwidth, tiles))
         return with_planner(planner.profile, partial(_plan_or_tell, planner))
 
 
@@ -191,13 +191,13 @@ def auto(
             budget; or sizes are no lengths; or the file holds something else; or another rank found no plan.
     """
     loop, asked, sizes = Loop(hold_output, accumulate, set_to_none), read_budget(budget), _sizes("auto", sizes)
-    memory, leave = _memory(elastic, asked, offload, sizes), Leave.of(offload, host_bandwidth, tiles)
+    memory, plan_options = _memory(elastic, asked, offload, sizes), PlanOptions.of(offload, host_bandwidth, tiles)
     step = TrainingStep.of("auto", model, batch, kwargs, loss, optimizer, device, loop, host)
     apply(model, Plan()).remove()  # refuses what could not be applied afterwards
-    planning = _Planning(model, asked, step.loss, step.optimizer, device, leave, loop, memory, sizes, step.host)
+    planning = _Planning(model, asked, step.loss, step.optimizer, device, plan_options, loop, memory, sizes, step.host)
     if memory is not None:
         budget = 0  # what the plan in the file is for
-    file = None if cache is None else PlanFile(cache, made_for(step, budget, leave, sizes))
+    file = None if cache is None else PlanFile(cache, made_for(step, budget, plan_options, sizes))
     plan = None if file is None else _still_fits(file, step, budget)
     found = planning.found(step, plan)
     if file is not None and found is not plan and planning.speaks:
@@ -269,7 +269,7 @@ class _Planning:
     loss: Loss
     optimizer: Any
     device: torch.device | str | None = None
-    leave: Leave = NO_LEAVE
+    plan_options: PlanOptions = NO_OPTIONS
     loop: Loop = COMMON
     memory: Elastic | None = None
     sizes: Sequence[int] | str = ()
@@ -311,7 +311,7 @@ class _Planning:
         return _one_plan(step.model, found) if _in_ranks() else found
 
     def _planned(self, step: TrainingStep) -> Plan:
-        return _plan_one_device(step, self.budget, self.sizes, False, self.leave)
+        return _plan_one_device(step, self.budget, self.sizes, False, self.plan_options)
 
     def _elastic(self, step: TrainingStep, plan: Plan | None, memory: Elastic) -> Plan:
         """The plan with the least peak for the largest call, of which calls of all sizes are simulated."""
@@ -460,7 +460,7 @@ if TYPE_CHECKING:
     from .plan.stages import StagePlans, Stages
     from .planner.schedules import Schedule
 
-    class _PlanOptions(TypedDict, total=False):
+    class _OptionsOfPlans(TypedDict, total=False):
         """Options that do not decide on the kind of plan; see `make_plan`."""
 
         loss: Loss
@@ -536,15 +536,15 @@ def peaks(
     """
     loop = Loop(hold_output, accumulate, set_to_none)
     step = TrainingStep.of("peaks", model, args, kwargs, loss, optimizer, device, loop, host)
-    plans, leave = configurations("recompute", recompute, step), Leave.of(offload, host_bandwidth, tiles)
+    plans, plan_options = configurations("recompute", recompute, step), PlanOptions.of(offload, host_bandwidth, tiles)
     if (budget is None) == bool(longest):
         raise errors.ArgumentError(errors.goes_with(*(("longest=", "budget=") if longest else ("budget=", "longest="))))
     with at_work(f"simulating {type(model).__name__}"):
         if not longest:
-            return peaks_of(step, plans, leave)
+            return peaks_of(step, plans, plan_options)
         from .planner.longest import Longest
 
-        return ConfiguredSteps(Longest(step, budget, leave, _in_batches("peaks", longest)).stated(plans))
+        return ConfiguredSteps(Longest(step, budget, plan_options, _in_batches("peaks", longest)).stated(plans))
 
 
 _Budget = int | float | str
@@ -558,7 +558,7 @@ def make_plan(
     *,
     budget: _Budget,
     stages: None = None,
-    **options: Unpack[_PlanOptions],
+    **options: Unpack[_OptionsOfPlans],
 ) -> Plan: ...
 
 
@@ -570,7 +570,7 @@ def make_plan(
     *,
     budget: _Budget | Sequence[_Budget],
     stages: Stages | Schedule,
-    **options: Unpack[_PlanOptions],
+    **options: Unpack[_OptionsOfPlans],
 ) -> StagePlans: ...
 
 
@@ -667,7 +667,7 @@ def make_plan(
     given = {"compiled": compiled, "stages": stages is not None, "sizes": bool(sizes or longest), "tiles": bool(tiles)}
     given |= {"host": host != "typical"}
     _refuse({**given, "offload": offload is not False, "loop": loop != COMMON, "ranks": ranks is not None})
-    leave, launcher = Leave.of(offload, host_bandwidth, tiles), read_host(host)
+    plan_options, launcher = PlanOptions.of(offload, host_bandwidth, tiles), read_host(host)
     update = optimizer_of("make_plan", optimizer, model)
     part = _of_one_rank("make_plan", model, ranks)
     step = TrainingStep(part, *call, loss, update, device, loop, ranks or ALONE, launcher)
@@ -675,10 +675,10 @@ def make_plan(
         if stages is not None:
             from .planner.pipeline import plan_stages
 
-            return plan_stages(step, stages, budget, leave)
+            return plan_stages(step, stages, budget, plan_options)
         if compiled:
             return _plan_compiled(step, read_budget(budget))
-        return _plan_one_device(step, read_budget(budget), sizes, longest, leave)
+        return _plan_one_device(step, read_budget(budget), sizes, longest, plan_options)
 
 
 def _sizes(function: str, sizes: Any) -> Sequence[Any] | str:
@@ -721,16 +721,16 @@ def _plan_one_device(
     budget: Budget,
     sizes: Sequence[Batch | int] | str,
     longest: bool | str,
-    leave: Leave,
+    plan_options: PlanOptions,
 ) -> Plan:
     """Plans calls of one size, of several, or of as many as a budget holds."""
     if longest:
         from .planner.longest import Longest
 
-        return Longest(step, budget, leave, batch=_in_batches("make_plan", longest, sizes)).plan()
+        return Longest(step, budget, plan_options, batch=_in_batches("make_plan", longest, sizes)).plan()
     if sizes:
-        return plan_sizes(step, sizes, budget, leave)
-    return _plan_or_tell(Planner(step, leave=leave), budget)
+        return plan_sizes(step, sizes, budget, plan_options)
+    return _plan_or_tell(Planner(step, plan_options=plan_options), budget)
 
 
 def _plan_or_tell(planner: Planner, budget: object) -> Plan:

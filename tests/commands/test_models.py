@@ -18,7 +18,7 @@ from torch_recompute.commands.models import AskedStep
 from torch_recompute.errors import ArgumentError
 from torch_recompute.memory.loop import Loop
 from torch_recompute.plan.ranks import Ranks
-from torch_recompute.planner.hosts import Bandwidth, Leave
+from torch_recompute.planner.hosts import Bandwidth, PlanOptions
 from torch_recompute.planner.states import Stated
 from torch_recompute.simulation.devices import DEVICES
 from torch_recompute.simulation.fused import FusedLayers
@@ -143,20 +143,20 @@ def test_the_loop(argv: str, loop: Loop) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "leave"),
+    ("argv", "plan_options"),
     [
-        ("", Leave()),
-        ("--offload", Leave(offload=True)),
+        ("", PlanOptions()),
+        ("--offload", PlanOptions(offload=True)),
         (
             "--offload 1GiB --host-bandwidth 55GB,50GB",
-            Leave("1GiB", Bandwidth(to_device=55 * 10**9, to_host=50 * 10**9)),
+            PlanOptions("1GiB", Bandwidth(to_device=55 * 10**9, to_host=50 * 10**9)),
         ),
-        ("--tiles", Leave(tiles=True)),
+        ("--tiles", PlanOptions(tiles=True)),
     ],
 )
-def test_what_a_plan_may_use(argv: str, leave: Leave) -> None:
+def test_what_a_plan_may_use(argv: str, plan_options: PlanOptions) -> None:
     """Host memory, how fast it is reached, and tiles are allowed where they are asked for."""
-    assert asked("this_test:pair", *argv.split()).leave == leave
+    assert asked("this_test:pair", *argv.split()).plan_options == plan_options
 
 
 @pytest.mark.parametrize(

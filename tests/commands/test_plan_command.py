@@ -29,7 +29,7 @@ from torch_recompute.commands.models import PRESETS, batch_for, load
 from torch_recompute.commands.plan import _point, _print_most
 from torch_recompute.plan.plan import Prediction
 from torch_recompute.planner.configurations import PEAK_WORDS
-from torch_recompute.planner.hosts import Leave
+from torch_recompute.planner.hosts import PlanOptions
 from torch_recompute.planner.layout import LayoutPlanner
 from torch_recompute.planner.longest import Longest, LongestOnRanks
 from torch_recompute.planner.states import Stated
@@ -280,10 +280,10 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, ...]]:
 def test_what_is_planned_with(reached: Callable[..., tuple[Any, ...]]) -> None:
     """A budget and a curve have a planner of the step, with what else a plan may use; configurations are simulated."""
     for asked in (["--budget", "0.5"], ["--frontier"]):
-        name, step, leave = reached("this_test:pair", *asked, "--offload", "1GiB", "--device", "a100")
-        assert (name, step.device, leave) == ("Planner", "a100", Leave("1GiB"))
-    name, step, plans, leave, dashes = reached("this_test:pair", "--recompute", "none,full", "--recompute", "0")
-    assert (name, [*plans], leave, dashes) == ("peaks_of", ["none", "full", "0"], Leave(), "--")
+        name, step, plan_options = reached("this_test:pair", *asked, "--offload", "1GiB", "--device", "a100")
+        assert (name, step.device, plan_options) == ("Planner", "a100", PlanOptions("1GiB"))
+    name, step, plans, plan_options, dashes = reached("this_test:pair", "--recompute", "none,full", "--recompute", "0")
+    assert (name, [*plans], plan_options, dashes) == ("peaks_of", ["none", "full", "0"], PlanOptions(), "--")
     assert [choice.paths for choice in plans["0"]] == [("0",)]
 
 
@@ -309,15 +309,15 @@ def test_what_a_search_is_given(
     asked: list[str], llama: str, tmp_path: Path, reached: Callable[..., tuple[Any, ...]]
 ) -> None:
     """The longest and the largest are searched for within the budget, up to the end of a table of positions."""
-    name, step, budget, leave, batch, most, dashes = reached(
+    name, step, budget, plan_options, batch, most, dashes = reached(
         llama, "--longest", "--budget", "1GiB", "--fsdp", "2", "--cp", "2", *asked
     )
-    assert (name, budget, leave, batch, most, dashes) == ("Longest", "1GiB", Leave(), False, None, "--")
+    assert (name, budget, plan_options, batch, most, dashes) == ("Longest", "1GiB", PlanOptions(), False, None, "--")
     assert step.ranks.cp == 2
-    _, _, budget, leave, batch, most, _ = reached(
+    _, _, budget, plan_options, batch, most, _ = reached(
         "this_test:pair", "--largest-batch", "--budget", "fit", "--tiles", *asked
     )
-    assert (budget, leave, batch, most) == ("fit", Leave(tiles=True), True, None)
+    assert (budget, plan_options, batch, most) == ("fit", PlanOptions(tiles=True), True, None)
     config = tmp_path / "config.json"
     sizes = {"n_positions": 96, "n_layer": 1, "n_embd": 8, "n_head": 1, "vocab_size": 16}
     config.write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **sizes}))
@@ -331,7 +331,7 @@ def test_what_ranks_are_planned_with(llama: str, reached: Callable[..., tuple[An
     name, model, word, layout, *others = reached(*argv, *states, "--budget", "50%")
     assert (name, type(model).__name__, word) == ("LayoutPlanner", "LlamaForCausalLM", llama)
     assert (layout.ranks.pp, layout.ranks.dp, layout.mbs, layout.microbatches) == (3, 2, 2, 6)
-    assert others == [64, "adamw", "a100", Stated(None, "", on_host=True), Leave(offload=True), HOSTS["typical"]]
+    assert others == [64, "adamw", "a100", Stated(None, "", on_host=True), PlanOptions(offload=True), HOSTS["typical"]]
     assert reached(*argv, "--frontier", "--states", "8bit")[0] == "LayoutPlanner"
     name, _, _, layout, tokens, *_ = reached(*argv, "--recompute", "full")
     assert (name, layout.mbs, tokens) == ("LayoutRanks", 2, 64)

@@ -34,7 +34,7 @@ from torch_recompute import (
     verify,
 )
 from torch_recompute.memory.batch import call_of
-from torch_recompute.planner.hosts import NO_LEAVE
+from torch_recompute.planner.hosts import NO_OPTIONS
 from torch_recompute.planner.plan_file import made_for
 from torch_recompute.report import report
 from torch_recompute.simulation.training_step import OPTIMIZERS, TrainingStep
@@ -324,7 +324,7 @@ def test_what_things_hold_decides_on_a_plan() -> None:
     """What a loss is given or has as attributes, settings of an optimizer, and tensors in an object of the batch."""
 
     def fact(name: str, **step: Any) -> object:
-        return made_for(TrainingStep(**{"model": nn.Linear(8, 8), "args": (X,), **step}), "fit", NO_LEAVE)[name]
+        return made_for(TrainingStep(**{"model": nn.Linear(8, 8), "args": (X,), **step}), "fit", NO_OPTIONS)[name]
 
     for loss in (partial(partial, torch.mul), lambda n: nn.HuberLoss(delta=n)):
         assert fact("loss", loss=loss(1)) == fact("loss", loss=loss(1)) != fact("loss", loss=loss(2))

@@ -18,7 +18,7 @@ from torch_recompute import ArgumentError, Choice, Plan, Profile, apply, errors,
 from torch_recompute.memory.loop import Loop
 from torch_recompute.planner.configurations import ConfiguredStep
 from torch_recompute.planner.cost import HostMemory
-from torch_recompute.planner.hosts import LINKS, Leave, waited
+from torch_recompute.planner.hosts import LINKS, PlanOptions, waited
 from torch_recompute.planner.planner import Planner
 from torch_recompute.planner.prices import Roofline
 from torch_recompute.simulation.training_step import TrainingStep
@@ -37,7 +37,9 @@ def planner(device: str = "h100", **options: Any) -> Planner:
     model, _ = deep_is_made()
     loss, loop = (lambda y: y.square().mean()), Loop(hold_output=False)
     offload, where = options.pop("offload", False), {link.name: link for link in (FAST, SLOW)}.get(device, device)
-    return Planner(TrainingStep(model, (X,), loss=loss, loop=loop, device=where, **options), leave=Leave(offload))
+    return Planner(
+        TrainingStep(model, (X,), loss=loss, loop=loop, device=where, **options), plan_options=PlanOptions(offload)
+    )
 
 
 def promise_is_kept(fresh: Callable[[], tuple[nn.Module, Callable[[], torch.Tensor]]], plan: Plan) -> None:

@@ -18,7 +18,7 @@ from torch_recompute.plan.ranks import Ranks
 from torch_recompute.planner import planner as planning
 from torch_recompute.planner.bound import bound
 from torch_recompute.planner.cost import Costs, Graph, Kind, Node, Option, Segment
-from torch_recompute.planner.hosts import Leave
+from torch_recompute.planner.hosts import PlanOptions
 from torch_recompute.planner.layout import (
     ConfiguredLayout,
     Layout,
@@ -204,7 +204,7 @@ def test_what_a_peak_is_made_of(name: str) -> None:
     assert all(
         a.made_of.get("kept by layers", 0) < b.made_of["kept by layers"] for a, b in zip(full, plain, strict=True)
     )
-    away = stated.under(Leave(True).stated(plan_of("full", stated.step.model)))
+    away = stated.under(PlanOptions(True).stated(plan_of("full", stated.step.model)))
     lower = [a.peak_bytes - b.peak_bytes for a, b in zip(away, full, strict=True)]
     assert min(lower) < 0  # of a rank with two layers both inputs are still on their way
     told = [[*configured([ConfiguredLayout("full", how[2], some)])] for some in (away, full)]
@@ -322,7 +322,10 @@ def test_the_peak_of_a_rank_with_tiles(vocab: int, part: str, vpp: int) -> None:
     """The head with its loss, or MLPs, in tiles lower the peak of a pipeline's rank; each rank runs as predicted."""
     wide = built(vocab_size=vocab, intermediate_size=512)
     how: Any = wide, "MODEL", Layout(Ranks(pp=2, vpp=vpp), batch=4), TOKENS, "none", "cpu"
-    plan, spread = plan_of("full", wide), [LayoutRanks(*how, leave=Leave(tiles=tiles)) for tiles in (False, True)]
+    plan, spread = (
+        plan_of("full", wide),
+        [LayoutRanks(*how, plan_options=PlanOptions(tiles=tiles)) for tiles in (False, True)],
+    )
     whole, tiled = (ranks.configured("full", plan) for ranks in spread)
     assert not whole.tiled
     assert any(part.rpartition(".")[2] in words.replace("MLP", "mlp") for words in tiled.tiled)

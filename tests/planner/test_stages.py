@@ -152,14 +152,14 @@ def test_make_plan_hands_over() -> None:
 
 
 def test_stages_may_use_host_memory_of_each_rank() -> None:
-    """With leave a stage keeps inputs in host memory, for each microbatch in flight, within the limit of a rank."""
+    """Where it may, a stage keeps inputs in host memory, for each microbatch in flight, within the limit of a rank."""
     with torch.device("meta"):
         whole, batch = Net(), torch.empty(1, 64, dtype=torch.long)
     stages, words = Stages("1F1B", 2, 4), {"device": "h100", "loss": mean_loss}
 
-    def least(**leave: Any) -> list[int]:
+    def least(**plan_options: Any) -> list[int]:
         with pytest.raises(BudgetError) as caught:
-            make_plan(whole, (batch,), budget="1000B", stages=stages, **words, **leave)
+            make_plan(whole, (batch,), budget="1000B", stages=stages, **words, **plan_options)
         return [caught.value.smallest]
 
     far, near = least(offload=True), least()

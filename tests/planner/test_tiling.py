@@ -17,7 +17,7 @@ from torch_recompute import BudgetError, Plan, Profile, apply, make_plan, measur
 from torch_recompute.memory.loop import Loop
 from torch_recompute.planner.alternatives import alternatives
 from torch_recompute.planner.cost import HostMemory
-from torch_recompute.planner.hosts import Leave, waited
+from torch_recompute.planner.hosts import PlanOptions, waited
 from torch_recompute.planner.planner import Planner
 from torch_recompute.simulation.fused import fuse
 from torch_recompute.simulation.training_step import TrainingStep
@@ -46,8 +46,10 @@ def model(kind: str = "llama") -> Any:
 
 
 @functools.cache
-def planner(kind: str = "llama", **leave: Any) -> Planner:
-    return Planner(TrainingStep(model(kind), (), BATCH, device="h100", loop=Loop()), leave=Leave(**leave))
+def planner(kind: str = "llama", **plan_options: Any) -> Planner:
+    return Planner(
+        TrainingStep(model(kind), (), BATCH, device="h100", loop=Loop()), plan_options=PlanOptions(**plan_options)
+    )
 
 
 def real_step(kind: str, plan: Plan) -> tuple[dict[str, Any], int, Away]:
@@ -156,7 +158,7 @@ def test_mlps_of_fused_layers_are_in_tiles() -> None:
 def test_no_stated_peak_of_fused_layers_is_below_the_least_plans() -> None:
     """A plan has MLPs of fused layers in tiles, too, where that lowers the peak."""
     net = fused()
-    found = Planner(TrainingStep(net, (), BATCH, device="h100", loop=Loop()), leave=Leave(tiles=True))
+    found = Planner(TrainingStep(net, (), BATCH, device="h100", loop=Loop()), plan_options=PlanOptions(tiles=True))
     assert any(choice.tiles and not choice.with_loss for choice in least(found))
     (stated,) = peaks(net, BATCH, recompute="full", device="h100", tiles=True)
     assert found.least[1].peak_bytes <= stated.peak_bytes
@@ -281,13 +283,13 @@ def test_a_slower_link_costs_more() -> None:
     """Copies over a slow link are waited for, each way; over a fast one they are not."""
 
     def waits(speed: str) -> float:
-        leave = Leave.of(True, speed)
-        assert leave.bandwidth is not None
-        return waited(2**20, leave.bandwidth, 0.1, 0.1)
+        plan_options = PlanOptions.of(True, speed)
+        assert plan_options.bandwidth is not None
+        return waited(2**20, plan_options.bandwidth, 0.1, 0.1)
 
     assert waits("9TB") == 0.0
     assert waits("9TB,1MB") == waits("1MB,9TB") == pytest.approx(2**20 / 1e6 - 0.1)
     assert waits("1MB") == pytest.approx(2 * waits("1MB,9TB"))
-    assert planner(offload=True, bandwidth=Leave.of(True, "1MB,2MB").bandwidth).costs.host_memory == HostMemory(
+    assert planner(offload=True, bandwidth=PlanOptions.of(True, "1MB,2MB").bandwidth).costs.host_memory == HostMemory(
         None, 2e6
     )

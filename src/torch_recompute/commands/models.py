@@ -37,7 +37,7 @@ from ..memory.budget import Limit
 from ..memory.loop import Loop
 from ..plan.plan import Plan
 from ..plan.ranks import Ranks
-from ..planner.hosts import NO_LEAVE, Leave
+from ..planner.hosts import NO_OPTIONS, PlanOptions
 from ..planner.layout import Layout, one_rank
 from ..planner.profile import Profile
 from ..planner.solve import frontier, planned
@@ -735,7 +735,7 @@ class AskedStep(TrainingStep):
     Attributes:
         word: The model, as it is written there.
         optimizer_word: The optimizer.
-        leave: What a plan may use besides recomputation.
+        plan_options: What a plan may use besides recomputation.
         notes: What is to be said of the model and its batch beside the figures.
         built_here: Whether the batch is made here too, and not by a function of the user.
         layers: The parts with fused kernels, or the compiled layers; None where layers run as they are written.
@@ -744,7 +744,7 @@ class AskedStep(TrainingStep):
 
     word: str = ""
     optimizer_word: str = ""
-    leave: Leave = NO_LEAVE
+    plan_options: PlanOptions = NO_OPTIONS
     notes: tuple[str, ...] = ()
     built_here: bool = False
     layers: HowLayersRun = None
@@ -790,7 +790,7 @@ class AskedStep(TrainingStep):
             layers = run_as(model, how, ranks)
         notes += () if layers is None else tuple(layers.notes)
         host = read_host(getattr(args, "host", None) or "typical")
-        words: Any = host, args.model, name, leave_of(args), notes, built_here, layers, again
+        words: Any = host, args.model, name, plan_options_of(args), notes, built_here, layers, again
         return AskedStep(model, *call, loss, optimizer, device, loop, ranks, *words, asked_states=states_words(args))
 
     def __str__(self) -> str:
@@ -821,9 +821,9 @@ class AskedStep(TrainingStep):
             "layers": layers_as_data(self.layers),
             "optimizer": self.optimizer_word,
             **self.asked_states,
-            "offload": self.leave.offload,
-            "host_bandwidth": self.leave.bandwidth and self.leave.bandwidth._asdict(),
-            "tiles": self.leave.tiles,
+            "offload": self.plan_options.offload,
+            "host_bandwidth": self.plan_options.bandwidth and self.plan_options.bandwidth._asdict(),
+            "tiles": self.plan_options.tiles,
             **({"ranks": self.ranks.as_data()} if self.ranks != ALONE else {}),
             "notes": list(self.notes),
             **self.loop.words,
@@ -856,10 +856,10 @@ def curve(profile: Profile, most: int = POINTS) -> list[Plan]:
     return [planned(profile, profile.costs, point, Limit(point.peak_bytes)) for point in points]
 
 
-def leave_of(args: argparse.Namespace) -> Leave:
+def plan_options_of(args: argparse.Namespace) -> PlanOptions:
     """Reads what a plan may use besides recomputation; for a command without such options that is nothing."""
     offload, bandwidth = getattr(args, "offload", False), getattr(args, "host_bandwidth", None)
-    return Leave.of(offload, bandwidth, getattr(args, "tiles", False), "--")
+    return PlanOptions.of(offload, bandwidth, getattr(args, "tiles", False), "--")
 
 
 def ranks_of(args: argparse.Namespace) -> Ranks:

@@ -169,7 +169,7 @@ def command(args: argparse.Namespace) -> int:
     if args.budget is not None:
         read_budget(args.budget)
     models.loop_of(args)
-    models.leave_of(args)
+    models.plan_options_of(args)
     layout = _layout_of(args)
     if layout is not None:
         return _plan_ranks(args, layout, output)
@@ -183,7 +183,7 @@ def command(args: argparse.Namespace) -> int:
         _check_states(step, args.budget)
     with models.autocasting(step.model, args.autocast):
         with output.at_work(f"profiling {step}"):
-            planner = Planner(step, leave=step.leave)
+            planner = Planner(step, plan_options=step.plan_options)
         profile = planner.profile
         with output.at_work("planning"):
             plans = models.curve(profile) if args.frontier else [_planned(planner, args)]
@@ -408,7 +408,7 @@ def _show_peaks(args: argparse.Namespace, output: Output) -> int:
     search = _search_of(args, step) if args.budget else None
     found: Sequence[ConfiguredStep] = ()
     with models.autocasting(step.model, args.autocast), _interruptible(search), output.at_work(f"simulating {step}"):
-        found = peaks_of(step, plans, step.leave, "--") if search is None else search.stated(plans)
+        found = peaks_of(step, plans, step.plan_options, "--") if search is None else search.stated(plans)
     found = ConfiguredSteps(search.steps if search else found)
     notes = _notes_on_most(args, step, *(one.most for one in found))
 
@@ -496,7 +496,7 @@ def _search_of(args: argparse.Namespace, step: AskedStep) -> Longest:
         )
     _check_states(step, args.budget)
     most = models.most_tokens(step.model) if args.longest and step.built_here else None
-    return Longest(step, args.budget, step.leave, args.largest_batch, most, dashes="--")
+    return Longest(step, args.budget, step.plan_options, args.largest_batch, most, dashes="--")
 
 
 def _notes_on_most(args: argparse.Namespace, step: AskedStep, *found: int) -> list[str]:
@@ -688,7 +688,7 @@ class _OnRanks:
         if mbs is not None:
             layout = replace(layout, mbs=mbs, batch=layout.microbatches * layout.ranks.batches * mbs)
         device = models.device_of(args, "h100")
-        words = args.optimizer, device, self.kept, models.leave_of(args), read_host(args.host or "typical")
+        words = args.optimizer, device, self.kept, models.plan_options_of(args), read_host(args.host or "typical")
         return kind(self.model, args.model, layout, tokens or self.tokens, *words)
 
     @property
@@ -800,7 +800,7 @@ def _show_rank_peaks(asked: _OnRanks) -> int:
     ranks, args = asked.ranks(LayoutRanks), asked.args
     plans = configurations("--recompute", args.recompute, ranks.step)
     models.check_regions(asked.layers, plans)
-    plans = stated(plans, models.leave_of(args), "--")
+    plans = stated(plans, models.plan_options_of(args), "--")
     search = asked.search() if args.budget else None
     found: Sequence[ConfiguredLayout] = ()
     with _interruptible(search), asked.output.at_work(f"simulating {args.model} on {asked.layout}"):

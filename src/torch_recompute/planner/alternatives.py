@@ -26,7 +26,7 @@ from ..plan.ranks import Ranks
 from ..simulation import Simulation
 from ..simulation.training_step import OPTIMIZERS, USUAL, TrainingStep
 from .configurations import largest_parts, made_of
-from .hosts import Leave, simulate_under
+from .hosts import PlanOptions, simulate_under
 from .layout import LayoutPlanner
 from .planner import Planner
 from .states import Make, Stated
@@ -77,7 +77,7 @@ def _changed(planner: Planner) -> Iterator[tuple[str, str, TrainingStep, Plan]]:
         yield *words, replace(step, loop=replace(loop, set_to_none=True)), plan
     sheet = step.where.roofline
     if sheet is not None and sheet.host_link is not None and planner.costs.host_memory is None:
-        yield "--offload", "offload=True", step, Leave(True).stated(plan)
+        yield "--offload", "offload=True", step, PlanOptions(True).stated(plan)
     if planner.whole is None:
         tiles, _ = tiled(step, plan, planner.simulated(plan))
         if tiles != plan:

@@ -38,7 +38,7 @@ from ..simulation.devices import Roofline
 from ..simulation.recording import SHARDING
 from ..simulation.training_step import TrainingStep, elements
 from ..stores import Bandwidth
-from .hosts import NO_LEAVE, Leave, stores_for, waited
+from .hosts import NO_OPTIONS, PlanOptions, stores_for, waited
 from .ops import StepLog
 from .prices import Measured, prices_for
 from .segments import segment_paths
@@ -85,7 +85,7 @@ class ConfiguredStep:
         host_bytes: The most that is kept in host memory.
         sent: What a rank sends; those seconds that FSDP hides behind what is computed are not in the step's.
         per_parameter: Bytes of weights per parameter, and of gradients and states per trained one, on all ranks.
-        tiled: What is made in tiles of tokens and by how much results differ, or why nothing is; with leave alone.
+        tiled: What is made in tiles of tokens and by how much results differ, or why nothing is; if tiles are allowed.
         waited_seconds: Of the step's, those that copies of regions' inputs take longer than what hides them; None
             where they are not counted, since how fast host memory is reached was not asked.
         most: The tokens in a sequence, or the items in a batch, where the most was looked for; else 0.
@@ -183,18 +183,19 @@ class ConfiguredSteps(tuple[ConfiguredStep, ...]):
 
 
 def peaks_of(
-    step: TrainingStep, plans: Mapping[str, Plan], leave: Leave = NO_LEAVE, dashes: str = ""
+    step: TrainingStep, plans: Mapping[str, Plan], plan_options: PlanOptions = NO_OPTIONS, dashes: str = ""
 ) -> ConfiguredSteps:
     """Returns the step under each of some plans, by name; `peaks` is this with words.
 
     Raises:
-        ArgumentError: None has a region whose inputs could be kept in host memory, as `leave` wants, or see `Leave`.
+        ArgumentError: None has a region whose inputs could be kept in host memory, as `plan_options` wants, or see
+            `PlanOptions`.
     """
-    link = leave.link(step.where.roofline, step.runs_on)
-    plans = stated(plans, leave, dashes)
+    link = plan_options.link(step.where.roofline, step.runs_on)
+    plans = stated(plans, plan_options, dashes)
     price = prices_for(step, step.runs_on)
     found = ConfiguredSteps(_configured(step, name, plan, price, link) for name, plan in plans.items())
-    if leave.tiles:
+    if plan_options.tiles:
         found = ConfiguredSteps(_in_tiles(step, one, price, link) for one in found)
     if isinstance(price, Measured):
         price.keep()
@@ -228,18 +229,18 @@ def parts_as_data(parts: Mapping[str, int]) -> dict[str, int]:
     return {f"{name.replace(' ', '_')}_bytes": nbytes for name, nbytes in parts.items()}
 
 
-def stated(plans: Mapping[str, Plan], leave: Leave, dashes: str = "") -> Mapping[str, Plan]:
-    """Returns plans that somebody has stated, with the means that `leave` names.
+def stated(plans: Mapping[str, Plan], plan_options: PlanOptions, dashes: str = "") -> Mapping[str, Plan]:
+    """Returns plans that somebody has stated, with the means that `plan_options` names.
 
     Raises:
-        ArgumentError: None has a region whose inputs could be kept in host memory; or see `Leave.stated`.
+        ArgumentError: None has a region whose inputs could be kept in host memory; or see `PlanOptions.stated`.
     """
-    if leave.offload is not False and not any(plan.choices for plan in plans.values()):
+    if plan_options.offload is not False and not any(plan.choices for plan in plans.values()):
         raise errors.ArgumentError(
             f"{'--offload' if dashes else 'offload=True'} keeps the inputs of regions in host memory, and "
             f"{listed([*plans])} has no region.\n  Write a configuration with regions, such as full."
         )
-    return {name: leave.stated(plan, dashes) for name, plan in plans.items()}
+    return {name: plan_options.stated(plan, dashes) for name, plan in plans.items()}
 
 
 class _Ran(NamedTuple):

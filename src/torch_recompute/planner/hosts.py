@@ -32,7 +32,7 @@ from ..stores.transfers import Direct, TransferQueue
 
 
 @dataclass(frozen=True)
-class Leave:
+class PlanOptions:
     """The means that a plan may use besides recomputation.
 
     Attributes:
@@ -48,7 +48,7 @@ class Leave:
     @staticmethod
     def of(
         offload: bool | int | str = False, bandwidth: HostBandwidth = None, tiles: object = False, dashes: str = ""
-    ) -> Leave:
+    ) -> PlanOptions:
         """Reads the arguments of a public function, or with `dashes` the options of a command.
 
         Raises:
@@ -64,7 +64,7 @@ class Leave:
         elif bandwidth is not None:
             words = ("--host-bandwidth", "--offload") if dashes else ("host_bandwidth=", "offload=")
             raise errors.ArgumentError(errors.goes_with(*words))
-        return Leave(offload, None if bandwidth is None else _read_bandwidth(bandwidth, dashes), tiles)
+        return PlanOptions(offload, None if bandwidth is None else _read_bandwidth(bandwidth, dashes), tiles)
 
     def link(self, roofline: Roofline | None, device: torch.device) -> Bandwidth | None:
         """The bandwidth to host memory; None where none may be used."""
@@ -93,7 +93,7 @@ class Leave:
         return replace(plan, choices=tuple(choices))
 
 
-NO_LEAVE = Leave()
+NO_OPTIONS = PlanOptions()
 """Nothing besides recomputation."""
 
 

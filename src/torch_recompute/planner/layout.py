@@ -48,7 +48,7 @@ from .configurations import (
     tensor_as_data,
     tensor_in_words,
 )
-from .hosts import NO_LEAVE, Leave
+from .hosts import NO_OPTIONS, PlanOptions
 from .pipeline import Budget, PipelinePlanner, PipelineRank, PipelineStages, RankPlanner, paths_of_layers
 from .planner import Planner
 from .prices import prices_for
@@ -373,7 +373,7 @@ class LayoutRanks:
         optimizer: "adamw", "sgd" or "none".
         device: See `profile`.
         kept: The states of "adamw", and whether they are in host memory.
-        leave: What plans may use besides recomputation; of host memory that of each rank.
+        plan_options: What plans may use besides recomputation; of host memory that of each rank.
         host: What launches the operations of each rank.
 
     Raises:
@@ -389,11 +389,11 @@ class LayoutRanks:
         optimizer: str,
         device: Device,
         kept: Stated = USUALLY,
-        leave: Leave = NO_LEAVE,
+        plan_options: PlanOptions = NO_OPTIONS,
         host: Host | None = None,
     ) -> None:
         self.layout, self.tokens, self._optimizer, self._of = layout, tokens, (optimizer, kept), (model, word, device)
-        self.leave, self.host = leave, host or typical()
+        self.plan_options, self.host = plan_options, host or typical()
         part, self.paths, batch = one_rank(model, word, layout.ranks, layout.mbs, tokens)
         self.cut = layout.pipeline(len(self.paths))
         loop = Loop(hold_output=False)
@@ -414,12 +414,12 @@ class LayoutRanks:
         """The same step, spread in another way."""
         model, word, device = self._of
         optimizer, kept = self._optimizer
-        return LayoutRanks(model, word, layout, self.tokens, optimizer, device, kept, self.leave, self.host)
+        return LayoutRanks(model, word, layout, self.tokens, optimizer, device, kept, self.plan_options, self.host)
 
     def configured(self, name: str, plan: Plan) -> ConfiguredLayout:
         """The ranks under a configuration that is stated, in as many tiles as a rank with all layers would have."""
         words: tuple[str, ...] = ()
-        if self.leave.tiles:
+        if self.plan_options.tiles:
             ranks = dataclasses.replace(self.layout.ranks, zero=self.layout.ranks.zero or None)  # whose buckets are
             loop = Loop(hold_output=False, set_to_none=False)  # the gradients, which are there throughout
             step = dataclasses.replace(self.step, loop=loop, ranks=ranks)
@@ -499,7 +499,7 @@ class LayoutPlanner(LayoutRanks):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.planner = Planner(self.step, leave=self.leave)
+        self.planner = Planner(self.step, plan_options=self.plan_options)
         assert paths_of_layers(self.planner) == self.paths
 
     @cached_property

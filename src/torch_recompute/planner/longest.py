@@ -32,7 +32,7 @@ from ..simulation import Simulation
 from ..simulation.training_step import TrainingStep
 from .alternatives import held_by
 from .configurations import ConfiguredStep, peaks_of
-from .hosts import NO_LEAVE, Leave, simulate_under
+from .hosts import NO_OPTIONS, PlanOptions, simulate_under
 from .layout import ConfiguredLayout, LayoutPlanner, LayoutRanks, RankPlan
 from .planner import Planner
 from .sizes import Lengths, plan_calls
@@ -297,7 +297,7 @@ class Longest(Search):
 
     Attributes:
         step: A step of some length.
-        leave: What the plan may use besides recomputation.
+        plan_options: What the plan may use besides recomputation.
         dashes: Before the names of options in errors.
     """
 
@@ -305,15 +305,17 @@ class Longest(Search):
         self,
         step: TrainingStep,
         budget: object,
-        leave: Leave = NO_LEAVE,
+        plan_options: PlanOptions = NO_OPTIONS,
         batch: bool = False,
         most: int | None = None,
         dashes: str = "",
     ) -> None:
         super().__init__(budget, batch, most)
-        self.step, self.leave = step, leave
+        self.step, self.plan_options = step, plan_options
         self.dashes = dashes
-        self._planner: Callable[[int], Planner] = cache(lambda length: Planner(self._step(length), leave=leave))
+        self._planner: Callable[[int], Planner] = cache(
+            lambda length: Planner(self._step(length), plan_options=plan_options)
+        )
         if not batch:
             self.shared, self.grain = step.ranks.cp, step.ranks.divides_tokens // step.ranks.cp
             self.most = most and most // step.ranks.cp
@@ -346,7 +348,7 @@ class Longest(Search):
         return _allowed(asked, self.step), self._calls.length
 
     def _configured(self, name: str, plan: Plan, length: int) -> tuple[ConfiguredStep, int, str]:
-        (one,) = peaks_of(self._step(length), {name: plan}, self.leave, self.dashes)
+        (one,) = peaks_of(self._step(length), {name: plan}, self.plan_options, self.dashes)
         taken, limited = self._taken(one.simulation)
         return replace(one, limited=limited), taken, held_by(one.simulation)
 

@@ -36,7 +36,7 @@ from ..plan.stages import StagePlan, StagePlans, Stages
 from ..simulation.training_step import TrainingStep
 from .bound import bound
 from .cost import Costs, Graph, Kind, Option, Point, Segment, Solution, begins, for_all, kinds_for_all
-from .hosts import NO_LEAVE, Leave
+from .hosts import NO_OPTIONS, PlanOptions
 from .ops import Op
 from .planner import Planner, calibrate
 from .rank_memory import RankMemory, RankPeak, StageBytes
@@ -516,7 +516,10 @@ def graph_held(graph: Graph, times: int) -> Graph:
 
 
 def plan_stages(
-    step: TrainingStep, stages: Stages | Schedule, budget: Budget | Sequence[Budget], leave: Leave = NO_LEAVE
+    step: TrainingStep,
+    stages: Stages | Schedule,
+    budget: Budget | Sequence[Budget],
+    plan_options: PlanOptions = NO_OPTIONS,
 ) -> StagePlans:
     """The plans of all stages of a model; see `make_plan`. The budget is that of each rank, or one per rank."""
     optimizer = step.optimizer
@@ -527,7 +530,7 @@ def plan_stages(
             "  Pass what makes it: optimizer=torch.optim.AdamW, or a function from a list of parameters to an "
             "optimizer."
         )
-    planner = Planner(step, leave=leave)
+    planner = Planner(step, plan_options=plan_options)
     paths = paths_of_layers(planner)
     pipeline = Pipeline.of(stages, paths)
     budgets = _budgets(budget, len(pipeline.orders))

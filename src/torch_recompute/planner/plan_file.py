@@ -34,7 +34,7 @@ from ..simulation.training_step import TrainingStep
 from ..stores.measured import full_name
 
 if TYPE_CHECKING:
-    from .hosts import Leave
+    from .hosts import PlanOptions
 
 MADE_FOR = "made_for"
 CHANGED = {
@@ -54,7 +54,9 @@ CHANGED = {
 _PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device})
 
 
-def made_for(step: TrainingStep, budget: object, leave: Leave, sizes: Sequence[int] | str = ()) -> dict[str, Any]:
+def made_for(
+    step: TrainingStep, budget: object, plan_options: PlanOptions, sizes: Sequence[int] | str = ()
+) -> dict[str, Any]:
     """Returns the facts that a plan depends on, as text that JSON holds and that is the same in another process.
 
     Classes, and functions that are a loss or an optimizer, go by their source; what these call or enclose is not read.
@@ -78,7 +80,7 @@ def made_for(step: TrainingStep, budget: object, leave: Leave, sizes: Sequence[i
         "optimizer": [_name(make if inspect.isroutine(make) else type(make)), _source(make), str(given), hooks],
         "budget": str(budget),
         "loop": step.loop.words,
-        "settings": _hash(split_settings(settings())[0], torch.get_default_dtype(), leave),
+        "settings": _hash(split_settings(settings())[0], torch.get_default_dtype(), plan_options),
         "device": full_name(device) if isinstance(device, torch.device) else f"{device}, torch {torch.__version__}",
         "host": dataclasses.asdict(step.host),
         **({"sizes": sizes if isinstance(sizes, str) else [*sizes]} if sizes else {}),

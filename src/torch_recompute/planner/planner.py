@@ -64,7 +64,7 @@ from .cost import (
     kinds_for_all,
     simplicity,
 )
-from .hosts import NO_LEAVE, Leave, limit_of, stores_for, waited
+from .hosts import NO_OPTIONS, PlanOptions, limit_of, stores_for, waited
 from .ops import StepLog
 from .prices import Measured, prices_for
 from .profile import Profile
@@ -109,7 +109,7 @@ class _Weights:
 class Planner:
     """Costs of a training step, and plans for it.
 
-    `leave` is what plans may use besides recomputation.
+    `plan_options` is what plans may use besides recomputation.
 
     Attributes:
         step: The step.
@@ -124,9 +124,9 @@ class Planner:
         refused: The kinds of segments that allow no region, each with the reason.
     """
 
-    def __init__(self, step: TrainingStep, *, leave: Leave = NO_LEAVE) -> None:
-        limit = limit_of(leave.offload) if leave.offload is not False else None
-        self.whole = Planner(step, leave=replace(leave, tiles=False)) if leave.tiles else None
+    def __init__(self, step: TrainingStep, *, plan_options: PlanOptions = NO_OPTIONS) -> None:
+        limit = limit_of(plan_options.offload) if plan_options.offload is not False else None
+        self.whole = Planner(step, plan_options=replace(plan_options, tiles=False)) if plan_options.tiles else None
         self.step = step if self.whole is None else self.whole.step
         self.refused: dict[str, str] = {}
         self._simulations: dict[Regions, Simulation] = {} if self.whole is None else self.whole._simulations
@@ -141,7 +141,7 @@ class Planner:
         self.base = self.simulated(Plan(self.always.choices)) if self.always.choices else self.plain
         self.price = prices_for(step, self.plain.device)
         self._launcher = self.price.host
-        self._link = leave.link(step.where.roofline, self.plain.device)
+        self._link = plan_options.link(step.where.roofline, self.plain.device)
         self._host_memory = None if self._link is None else HostMemory(limit, self._link.to_host)
         self.paths, self._kinds = self._captured.paths, self._captured.kinds
         self._routers = self._captured.routers

@@ -33,7 +33,7 @@ from ..memory.budget import Budget, Limit
 from ..plan.plan import Plan, SizeClass, shape_in_words
 from ..plan.sizes import parameters, size_of
 from ..simulation.training_step import TrainingStep
-from .hosts import NO_LEAVE, Leave, simulate_under
+from .hosts import NO_OPTIONS, PlanOptions, simulate_under
 from .planner import Planner
 
 FINENESS = 64
@@ -41,18 +41,21 @@ MOST = 5  # sizes shorter than the longest that are found
 
 
 def plan_sizes(
-    step: TrainingStep, sizes: Sequence[Batch | int] | str, budget: Budget | Limit, leave: Leave = NO_LEAVE
+    step: TrainingStep,
+    sizes: Sequence[Batch | int] | str,
+    budget: Budget | Limit,
+    plan_options: PlanOptions = NO_OPTIONS,
 ) -> Plan:
     """The plan for calls of several sizes; see `make_plan`."""
     if not isinstance(sizes, str):
-        return plan_calls(_planners(step, calls_of(sizes, step), leave), budget)
+        return plan_calls(_planners(step, calls_of(sizes, step), plan_options), budget)
     if sizes != "all":
         raise errors.ArgumentError(
             f"sizes={sizes!r} is not a choice of sizes.\n"
             '  Write sizes="all" for every length up to that of the call that is given, or the lengths: '
             "sizes=[512, 2048]."
         )
-    return _plan_all(step, budget, leave)
+    return _plan_all(step, budget, plan_options)
 
 
 def calls_of(examples: Sequence[Batch | int], step: TrainingStep) -> list[ExampleCall]:
@@ -104,16 +107,18 @@ def plan_calls(planners: Iterable[Planner], budget: Budget | Limit, meant: Limit
     return replace(largest, sizes=tuple(sizes))
 
 
-def _planners(step: TrainingStep, calls: Sequence[ExampleCall], leave: Leave) -> Iterator[Planner]:
+def _planners(step: TrainingStep, calls: Sequence[ExampleCall], plan_options: PlanOptions) -> Iterator[Planner]:
     """Makes the planners of a step with some calls that rise, the largest first, each when it is asked for."""
-    return (Planner(replace(step, args=args, kwargs=kwargs), leave=leave) for args, kwargs in reversed(calls))
+    return (
+        Planner(replace(step, args=args, kwargs=kwargs), plan_options=plan_options) for args, kwargs in reversed(calls)
+    )
 
 
-def _plan_all(step: TrainingStep, budget: Budget | Limit, leave: Leave) -> Plan:
+def _plan_all(step: TrainingStep, budget: Budget | Limit, plan_options: PlanOptions) -> Plan:
     """The plan for every length up to that of the step's call."""
     names = parameters(step.model)
     lengths = Lengths(names, *step.call)
-    top = Planner(step, leave=leave)
+    top = Planner(step, plan_options=plan_options)
     largest = top.plan(budget)
     assert largest.prediction is not None
     allowed = Limit(largest.prediction.budget_bytes, largest.prediction.budget)
@@ -125,7 +130,7 @@ def _plan_all(step: TrainingStep, budget: Budget | Limit, leave: Leave) -> Plan:
     curve = top.curve(allowed, MOST) if largest.choices else []
     found = {longest(partial(fits, plan), lengths.length) for plan in curve}
     calls = [lengths(length) for length in sorted(found) if length]
-    smaller = plan_calls(_planners(step, calls, leave), budget, allowed) if calls else Plan()
+    smaller = plan_calls(_planners(step, calls, plan_options), budget, allowed) if calls else Plan()
     last = SizeClass(size_of(names, *step.call) or (), largest.choices, largest.prediction)
     return replace(largest, sizes=(*smaller.sizes, last))
 
