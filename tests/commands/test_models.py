@@ -19,7 +19,7 @@ from torch_recompute.errors import ArgumentError
 from torch_recompute.memory.loop import Loop
 from torch_recompute.plan.ranks import Ranks
 from torch_recompute.planner.hosts import Bandwidth, PlanOptions
-from torch_recompute.planner.states import Stated
+from torch_recompute.planner.states import OptimizerSpec
 from torch_recompute.simulation.devices import DEVICES
 from torch_recompute.simulation.fused import FusedLayers
 from torch_recompute.simulation.training_step import OPTIMIZERS, USUAL
@@ -163,15 +163,15 @@ def test_what_a_plan_may_use(argv: str, plan_options: PlanOptions) -> None:
     ("argv", "optimizer", "words"),
     [
         ("--optimizer SGD", OPTIMIZERS["sgd"], "optimizer sgd"),
-        ("--states 8bit", Stated(None, "8bit"), "optimizer adamw-fused, states 8bit"),
+        ("--states 8bit", OptimizerSpec(None, "8bit"), "optimizer adamw-fused, states 8bit"),
         (
             "--optimizer-in-backward --optimizer sgd",
-            Stated(OPTIMIZERS["sgd"], "", in_backward=True),
+            OptimizerSpec(OPTIMIZERS["sgd"], "", in_backward=True),
             "optimizer sgd, steps in backward",
         ),
         (
             "--states bf16 --optimizer-on-host --device h100",
-            Stated(None, "bf16", on_host=True),
+            OptimizerSpec(None, "bf16", on_host=True),
             "optimizer adamw-fused, states bf16, on the host",
         ),
     ],

@@ -32,7 +32,7 @@ from torch_recompute.planner.configurations import PEAK_WORDS
 from torch_recompute.planner.hosts import PlanOptions
 from torch_recompute.planner.layout import LayoutPlanner
 from torch_recompute.planner.longest import Longest, LongestOnRanks
-from torch_recompute.planner.states import Stated
+from torch_recompute.planner.states import OptimizerSpec
 from torch_recompute.simulation.devices import HOSTS
 from torch_recompute.simulation.training_step import TrainingStep
 
@@ -331,7 +331,14 @@ def test_what_ranks_are_planned_with(llama: str, reached: Callable[..., tuple[An
     name, model, word, layout, *others = reached(*argv, *states, "--budget", "50%")
     assert (name, type(model).__name__, word) == ("LayoutPlanner", "LlamaForCausalLM", llama)
     assert (layout.ranks.pp, layout.ranks.dp, layout.mbs, layout.microbatches) == (3, 2, 2, 6)
-    assert others == [64, "adamw", "a100", Stated(None, "", on_host=True), PlanOptions(offload=True), HOSTS["typical"]]
+    assert others == [
+        64,
+        "adamw",
+        "a100",
+        OptimizerSpec(None, "", on_host=True),
+        PlanOptions(offload=True),
+        HOSTS["typical"],
+    ]
     assert reached(*argv, "--frontier", "--states", "8bit")[0] == "LayoutPlanner"
     name, _, _, layout, tokens, *_ = reached(*argv, "--recompute", "full")
     assert (name, layout.mbs, tokens) == ("LayoutRanks", 2, 64)

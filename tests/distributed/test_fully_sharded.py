@@ -24,7 +24,7 @@ from support.models import Residual
 from torch_recompute import Choice, Plan, apply, measure
 from torch_recompute.memory.loop import Loop
 from torch_recompute.plan.ranks import Ranks
-from torch_recompute.planner.states import Stated
+from torch_recompute.planner.states import OptimizerSpec
 from torch_recompute.simulation.step import simulate_step
 from torch_recompute.simulation.training_step import TrainingStep
 
@@ -132,7 +132,7 @@ def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, foreach=False)
 
 
-def measured(ranks: Ranks, plan: Plan, accumulate: int, stated: Stated) -> int:
+def measured(ranks: Ranks, plan: Plan, accumulate: int, stated: OptimizerSpec) -> int:
     """The peak of two steps; the first is measured too, since whole weights are made in it, and resized in the next."""
     with limited() if ranks.on_host else nullcontext() as allocator, host_apart() if ranks.on_host else nullcontext():
         model = sharded(ranks)
@@ -156,8 +156,8 @@ def measured(ranks: Ranks, plan: Plan, accumulate: int, stated: Stated) -> int:
     return peak
 
 
-def stated_for(ranks: Ranks, in_backward: bool) -> Stated:
-    return Stated(torch.optim.SGD if ranks.on_host else optimizer_of, in_backward=in_backward)
+def stated_for(ranks: Ranks, in_backward: bool) -> OptimizerSpec:
+    return OptimizerSpec(torch.optim.SGD if ranks.on_host else optimizer_of, in_backward=in_backward)
 
 
 def predicted(ranks: Ranks, in_backward: bool = False) -> dict[tuple[str, int], int]:

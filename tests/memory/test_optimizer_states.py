@@ -16,7 +16,7 @@ from support.training import mean_square
 from torch_recompute import ArgumentError, Ranks, apply, make_plan, measure, peaks, saved_activations, simulate
 from torch_recompute.commands.adapters import BASES, Lora, NF4Linear, adapted
 from torch_recompute.memory.loop import Loop
-from torch_recompute.planner.states import STATES, Stated
+from torch_recompute.planner.states import STATES, OptimizerSpec
 from torch_recompute.simulation.devices import DEVICES
 from torch_recompute.simulation.step import simulate_step
 from torch_recompute.simulation.training_step import TrainingStep, states_of
@@ -269,7 +269,11 @@ def test_mistakes() -> None:
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_the_command_lines_optimizers(states: str, in_backward: bool) -> None:
     """They take the bytes per parameter that they say, measured and simulated, and learn as AdamW does."""
-    net, x, make = nn.Linear(256, 64, bias=False).bfloat16(), torch.randn(40, 256), Stated(None, states, in_backward)
+    net, x, make = (
+        nn.Linear(256, 64, bias=False).bfloat16(),
+        torch.randn(40, 256),
+        OptimizerSpec(None, states, in_backward),
+    )
     found = simulate(net, x.bfloat16(), loss=mean_square, optimizer=make)
     optimizer = make(net.parameters())
     memory = measured(net, x.bfloat16(), [optimizer], optimizer, mean_square)
@@ -282,7 +286,11 @@ def test_the_command_lines_optimizers(states: str, in_backward: bool) -> None:
 def test_moments_of_8_bits_learn() -> None:
     """A model that is trained with moments of 8 bits comes as far as with AdamW's own."""
     losses: list[float] = []
-    for make in (torch.optim.AdamW, Stated(states="8bit"), Stated(states="fp32-master", in_backward=True)):
+    for make in (
+        torch.optim.AdamW,
+        OptimizerSpec(states="8bit"),
+        OptimizerSpec(states="fp32-master", in_backward=True),
+    ):
         torch.manual_seed(0)
         net, x = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64)), torch.randn(64, 64)
         optimizer, wanted = make(net.parameters()), torch.sin(x @ torch.randn(64, 64) / 4)
@@ -307,10 +315,10 @@ def test_on_the_host(in_backward: bool, accumulate: int) -> None:
     asked: dict[str, Any] = {"recompute": "none", "loss": cross_entropy, "device": "h100", "accumulate": accumulate}
     if in_backward and accumulate > 1:
         with pytest.raises(ArgumentError, match="steps in backward"):
-            peaks(net, x, optimizer=Stated(states="bf16", in_backward=True, on_host=True), **asked)
+            peaks(net, x, optimizer=OptimizerSpec(states="bf16", in_backward=True, on_host=True), **asked)
         return
     (plain,) = peaks(net, x, **asked)
-    (one,) = peaks(net, x, optimizer=Stated(states="bf16", in_backward=in_backward, on_host=True), **asked)
+    (one,) = peaks(net, x, optimizer=OptimizerSpec(states="bf16", in_backward=in_backward, on_host=True), **asked)
     assert (one.made_of["states"], plain.host_bytes) == (0, 0)
     assert one.peak_bytes <= plain.peak_bytes
     gradients = 0 if in_backward else weights  # those of all at once
@@ -338,7 +346,7 @@ def test_it_really_steps_on_the_host() -> None:
     for on_host in (False, True):
         torch.manual_seed(0)
         net, x = model(), batch()
-        optimizer = Stated(torch.optim.AdamW, on_host=on_host)(net.parameters())
+        optimizer = OptimizerSpec(torch.optim.AdamW, on_host=on_host)(net.parameters())
         for _ in range(3):
             for _ in range(2):
                 cross_entropy(net(x)).backward()

@@ -18,7 +18,7 @@ from torch_recompute.plan.ranks import Ranks
 from torch_recompute.planner.alternatives import Alternative, alternatives, held_by, in_words, on_more_ranks
 from torch_recompute.planner.layout import Layout, LayoutPlanner, LayoutRanks
 from torch_recompute.planner.planner import Planner
-from torch_recompute.planner.states import Stated
+from torch_recompute.planner.states import OptimizerSpec
 from torch_recompute.simulation.training_step import OPTIMIZERS, TrainingStep
 
 pytestmark = pytest.mark.usefixtures("few_choices")
@@ -41,9 +41,9 @@ def changed(keyword: str, own: Any) -> tuple[int, dict[str, Any]]:
     if keyword.startswith("a batch of "):
         return int(keyword.rpartition(" ")[2]), {}
     stated = {
-        "moments of 8 bits": Stated(None, "8bit"),
-        "a step in backward": Stated(own, in_backward=True),
-        "states and step in host memory": Stated(own, on_host=True),
+        "moments of 8 bits": OptimizerSpec(None, "8bit"),
+        "a step in backward": OptimizerSpec(own, in_backward=True),
+        "states and step in host memory": OptimizerSpec(own, on_host=True),
     }
     optimizer = next((made for words, made in stated.items() if keyword.startswith(words)), None)
     return TOKENS, eval(f"dict({keyword})") if optimizer is None else {"optimizer": optimizer}

@@ -41,7 +41,7 @@ from ..planner.hosts import NO_OPTIONS, PlanOptions
 from ..planner.layout import Layout, one_rank
 from ..planner.profile import Profile
 from ..planner.solve import frontier, planned
-from ..planner.states import STATES, Stated
+from ..planner.states import STATES, OptimizerSpec
 from ..simulation.devices import DEVICES, HOSTS, Device, connected, read_host
 from ..simulation.experts import shared_experts
 from ..simulation.fused import OPTIONS, FusedLayers, fuse
@@ -326,7 +326,7 @@ def optimizer_asked(args: argparse.Namespace, ranks: Ranks = ALONE, usual: str =
         _check_in_backward(args, ranks)
     if on_host and args.device == "cpu":
         raise errors.ArgumentError(goes_without(option, "--device cpu", IS_HOST))
-    return Stated(None if states else OPTIMIZERS[name], states, in_backward, on_host), name
+    return OptimizerSpec(None if states else OPTIMIZERS[name], states, in_backward, on_host), name
 
 
 def _check_in_backward(args: argparse.Namespace, ranks: Ranks) -> None:
@@ -799,7 +799,7 @@ class AskedStep(TrainingStep):
         return (
             f"{self.word}: {data['class']}, {data['parameters']:,} parameters in {' and '.join(data['dtypes'])}; "
             f"{shapes or 'no tensors'}; layers {self.layers or LAYERS[0]}; optimizer {self.optimizer_word}"
-            f"{self.optimizer if isinstance(self.optimizer, Stated) else ''}"
+            f"{self.optimizer if isinstance(self.optimizer, OptimizerSpec) else ''}"
             f"{f'; {self.ranks}' if self.ranks != ALONE else ''}"
         )
 

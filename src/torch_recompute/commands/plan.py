@@ -56,7 +56,7 @@ from ..planner.longest import Longest, LongestOnRanks, Search
 from ..planner.planner import Planner
 from ..planner.profile import Profile
 from ..planner.sent import Sent, unknown_network
-from ..planner.states import Stated
+from ..planner.states import OptimizerSpec
 from ..simulation.devices import read_host
 from ..simulation.experts import expert_paths, shared_experts
 from ..simulation.training_step import OPTIMIZERS, USUAL, elements, states_of
@@ -680,7 +680,7 @@ class _OnRanks:
         self.layers = models.run_as(self.model, args.layers, layout.ranks)
         self.notes = *models.notes_on(self.model, args.model, batch), *(self.layers.notes if self.layers else ())
         self.model = models.with_adapters(self.model, args, sharded=layout.ranks.fully_sharded)
-        self.kept = Stated(None, args.states or "", on_host=bool(args.optimizer_on_host))
+        self.kept = OptimizerSpec(None, args.states or "", on_host=bool(args.optimizer_on_host))
 
     def ranks(self, kind: type[Ranked], *, tokens: int | None = None, mbs: int | None = None) -> Ranked:
         """Returns the ranks, with tokens in a sequence and sequences in a microbatch as asked, or others."""

@@ -29,7 +29,7 @@ from .configurations import largest_parts, made_of
 from .hosts import PlanOptions, simulate_under
 from .layout import LayoutPlanner
 from .planner import Planner
-from .states import Make, Stated
+from .states import Make, OptimizerSpec
 from .tiling import tiled
 
 LEAN_OPTIMIZERS = ("adamw-fused", "adafactor", "sgd")  # which may take less memory than another
@@ -138,8 +138,8 @@ def with_other_states(step: TrainingStep) -> Iterator[tuple[str, str, TrainingSt
     own = step.optimizer
     if own is None:
         return
-    if not isinstance(own, Stated):
-        own = Stated(cast("Make", type(own)) if isinstance(own, torch.optim.Optimizer) else own)
+    if not isinstance(own, OptimizerSpec):
+        own = OptimizerSpec(cast("Make", type(own)) if isinstance(own, torch.optim.Optimizer) else own)
     adamw = own.make in (None, torch.optim.AdamW, torch.optim.Adam, OPTIMIZERS[USUAL])
     if adamw and own.states != "8bit":
         option = "--states 8bit" if own.make in (None, OPTIMIZERS[USUAL]) else f"--optimizer {USUAL} --states 8bit"

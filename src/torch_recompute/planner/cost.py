@@ -169,7 +169,7 @@ class HostMemory:
 
 
 @dataclass(frozen=True)
-class Always:
+class FixedChoices:
     """Choices that all plans of a step hold besides those for its segments.
 
     Attributes:
@@ -185,7 +185,7 @@ class Always:
     words: tuple[str, ...] = ()
 
 
-NOTHING = Always()
+NOTHING = FixedChoices()
 
 
 @dataclass(frozen=True)

@@ -55,11 +55,11 @@ from .prices import prices_for
 from .schedules import Pipeline, one_f_one_b, orders_named
 from .sent import Price, Sent, between, parts_of, sent, together
 from .stage_runs import ActionPeak, StageRun
-from .states import Stated, new_states, trained, update
+from .states import OptimizerSpec, new_states, trained, update
 from .tensor_parallel import check_divides, rank_model
 from .tiling import tiled
 
-USUALLY, MEGATRONS = Stated(), "fp32-master"
+USUALLY, MEGATRONS = OptimizerSpec(), "fp32-master"
 NUMBERS = (1e-3, 0.9, 0.999, 1e-8, 0.01, 1)  # of AdamW's step, on which no memory depends
 STATES = {"weight": "parameters", "gradient": "gradients", "optimizer": "optimizer"}
 STAGES, GRADIENTS, WEIGHTS = "between stages", "gradients of replicas", "weights of replicas"
@@ -388,7 +388,7 @@ class LayoutRanks:
         tokens: int,
         optimizer: str,
         device: Device,
-        kept: Stated = USUALLY,
+        kept: OptimizerSpec = USUALLY,
         plan_options: PlanOptions = NO_OPTIONS,
         host: Host | None = None,
     ) -> None:
@@ -401,7 +401,7 @@ class LayoutRanks:
             part, (), batch, any_loss, device=device, loop=loop, ranks=layout.ranks, host=self.host
         )
         self._sharded = layout.ranks.fully_sharded  # which torch's runtime runs
-        make = OPTIMIZERS[optimizer] if not kept.states else Stated(states=kept.states)
+        make = OPTIMIZERS[optimizer] if not kept.states else OptimizerSpec(states=kept.states)
         self.make = make if self._sharded else partial(Sharded, ranks=layout.ranks, word=optimizer, kept=kept)
 
     @cached_property
@@ -571,7 +571,9 @@ class Sharded(torch.optim.Optimizer):
     `--optimizer-cpu-offload`. "sgd" has no state, "none" has gradients and no step.
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor], ranks: Ranks, word: str, kept: Stated = USUALLY) -> None:
+    def __init__(
+        self, parameters: Iterable[torch.Tensor], ranks: Ranks, word: str, kept: OptimizerSpec = USUALLY
+    ) -> None:
         super().__init__(parameters, {})
         self._ranks, self._word, self._kept = ranks, word, kept
         for parameter in self._parameters():

@@ -49,8 +49,8 @@ from .candidates import Guess, SegmentRecord, all_guesses, guesses, offloads, re
 from .clock import Clocked, Scale, clock, obstacle
 from .cost import (
     NOTHING,
-    Always,
     Costs,
+    FixedChoices,
     Graph,
     HostMemory,
     Kind,
@@ -169,7 +169,7 @@ class Planner:
         lean = whole.simulated(whole.leanest)
         self._tiling = in_tiles(self.step, whole.leanest, [lean, whole.plain], mlps_of(self.step))
         head = self._tiling.head
-        self.always = Always(() if head is None else (head,), words=(self._tiling.words,))
+        self.always = FixedChoices(() if head is None else (head,), words=(self._tiling.words,))
         if head is None:
             self._log, self._written = whole._log, whole._written
 
@@ -291,7 +291,7 @@ class Planner:
         except errors.BudgetError:
             return None
 
-    def _said(self, always: Always, solution: Solution, simulation: Simulation) -> Always:
+    def _said(self, always: FixedChoices, solution: Solution, simulation: Simulation) -> FixedChoices:
         """Adds words on the MLPs that a solution has in tiles to those on what all plans hold."""
         tiled = [
             path

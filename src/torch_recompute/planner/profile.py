@@ -18,7 +18,7 @@ from .. import errors
 from ..errors.text import shown, starred, table
 from ..memory.loop import Loop
 from ..plan.plan import MIB, VERSION, Plan, Switched, made, read
-from .cost import NOTHING, Always, Costs, Option, complaints
+from .cost import NOTHING, Costs, FixedChoices, Option, complaints
 
 
 @shown
@@ -55,7 +55,7 @@ class Profile:
     loop: Loop | None = None
     assumed: tuple[str, ...] = ()
     uncounted: str = ""
-    always: Always = NOTHING
+    always: FixedChoices = NOTHING
     switched: Switched | None = None
     _planner: ClassVar[Callable[[Any], Plan] | None] = None  # no field, so that copies have none
 

@@ -224,7 +224,7 @@ def trained(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 @dataclass(frozen=True)
-class Stated:
+class OptimizerSpec:
     """Makes the optimizer that options describe.
 
     Attributes:
