@@ -69,11 +69,11 @@ def free_launches() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def few_choices() -> Iterator[None]:
-    """A planner tries six choices for a kind of layer, not twenty, from the first test of a module to its last."""
-    from torch_recompute.planner import planner
+    """A planner tries six choices of each kind that takes trials, as offloading, from the first test of a module on."""
+    from torch_recompute.planner import options
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner, "TRIED", 6)
+        patch.setattr(options, "TRIED", 6)
         yield
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any
+from functools import cached_property
 
 import pytest
 import torch
@@ -21,26 +20,18 @@ from support.zoo import each_row, scalar_loss
 from support.zoo_rows import Row
 from torch_recompute import Plan
 from torch_recompute.memory.loop import Loop
-from torch_recompute.plan.choice import joined
 from torch_recompute.plan.plan import Prediction
 from torch_recompute.plan.roles import inside
-from torch_recompute.planner.candidates import Carries, Guess, SegmentRecord, all_guesses, guesses, record
 from torch_recompute.planner.cost import complaints
-from torch_recompute.planner.ops import Op
 from torch_recompute.planner.planner import Planner
 from torch_recompute.simulation.training_step import TrainingStep
 
-pytestmark = [each_row, pytest.mark.usefixtures("few_choices")]
+pytestmark = each_row
 
 SHARES = (0.2, 0.7)  # of the activation memory
 
 # How many tokens an expert gets is not known before the step runs, and is taken as the most.
 SIZES_OF_DATA = {"megatron_moe"}
-# The caches that rotate the queries are views of one made outside, which a region of a norm and its attention does not
-# take for its own input: its replay runs up to where the keys are rotated.
-REPLAYS_TOO_MUCH = {"lora_llama"}
-# Scores of these routers stay alive beside the choice that a region carries; a guess does not know of them.
-HELD_BESIDE_CHOICES = {"torchtitan_moe": 256}  # bytes
 # transformers collects the scores of routers in a context variable, and regions hold the context of their forward.
 HELD_IN_CONTEXT = {"mixtral", "olmoe", "qwen3_moe"}
 
@@ -58,27 +49,9 @@ class Planned:
         plans = [self.planner.plan(share) for share in SHARES]
         return [(plan, plan.prediction) for plan in plans if plan.prediction is not None]
 
-    @cached_property
-    def records(self) -> list[tuple[str, SegmentRecord, Carries]]:
-        """The operations of each kind of segment, and which regions of it carry decisions."""
-        captured, planner, found = self.planner._captured, self.planner, []
-        for kind in planner.costs.kinds:
-            first = planner._kinds.index(kind)
-            call, carries = captured.calls[first], partial(planner._carries, planner.paths[first])
-            with captured.running():
-                inputs = [x.detach().requires_grad_(x.requires_grad) for x in call.inputs]
-                found.append((kind, record(call.steps[0][0], partial(call.run, inputs), inputs), carries))
-        return found
-
-    def guesses(self) -> Iterator[tuple[str, dict[Any, Guess]]]:
-        """For each kind of segment what is guessed of every choice, as FLOPs in the place of seconds."""
-        for kind, found, carries in self.records:
-            every = all_guesses(found, lambda op: float(op.flops), carries=carries)
-            yield kind, {guess.regions: guess for guess in every}
-
 
 @pytest.fixture(scope="module")
-def planned(row: Row, few_choices: None) -> Iterator[Planned]:
+def planned(row: Row) -> Iterator[Planned]:
     """A row with two layers, the first of a stack and one like those after it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(zoo, "LAYERS", 2)
@@ -87,46 +60,9 @@ def planned(row: Row, few_choices: None) -> Iterator[Planned]:
         yield Planned(row.name, Planner(TrainingStep(model, (), inputs, loss=scalar_loss, device="h100", loop=loop)))
 
 
-def small_buffers(planner: Planner, path: str, parts: tuple[str, ...]) -> int:
-    """The bytes of the few numbers in buffers that a region has a copy of."""
-    modules = [planner.step.model.get_submodule(joined(path, part)) for part in parts]
-    return sum(buffer.nbytes for module in modules for buffer in module.buffers() if buffer.numel() <= 16)
-
-
 def test_the_costs_obey_their_rules(planned: Planned) -> None:
     """What the planner makes is not validated where it is used; no rule for what is read from a file is broken."""
     assert [*complaints(planned.planner.costs)] == []
-
-
-def test_a_guess_is_what_a_trial_finds(planned: Planned) -> None:
-    """Bytes that an option stores, and FLOPs that it replays, are guessed from the graph as the engine does them."""
-    tried = 0
-    for kind, guessed in planned.guesses():
-        path = planned.planner.paths[planned.planner._kinds.index(kind)]
-        for option in planned.planner.costs.kinds[kind].options[1:]:
-            if option.span > 1 or option.regions not in guessed:  # of several segments, or of another call of this one
-                continue
-            guess, tried = guessed[option.regions], tried + 1
-            copies = sum(small_buffers(planned.planner, path, choice.paths) for choice in option.regions)
-            held = HELD_BESIDE_CHOICES.get(planned.name, 0)
-            assert option.saved_bytes - guess.saved in (0, copies, held), option.regions
-            assert guess.seconds == option.flops or (planned.name in REPLAYS_TOO_MUCH and guess.seconds < option.flops)
-    assert tried
-
-
-def test_the_least_choices_are_tried_whatever_operations_cost(planned: Planned) -> None:
-    """Of the choices that are tried, one is as small as any, for each number of layers that have it."""
-    for _, found, carries in planned.records:
-        every = all_guesses(found, _upside_down, carries=carries)
-        tried = guesses(every, 6, 8)
-        for layers in range(1, 9):
-            sizes = [min(layers * guess.saved + guess.rebuilt for guess in some) for some in (every, tried)]
-            assert sizes[0] == sizes[1], layers
-
-
-def _upside_down(op: Op) -> float:
-    """A price that is high where others are low."""
-    return 1e9 / (1 + op.bytes)
 
 
 def test_a_prediction_is_what_is_simulated_and_measured(planned: Planned) -> None:

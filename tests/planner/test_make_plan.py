@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from support.models import DEEP, Gpt, InTurn, Residual, deep_is_made
+from support.recorded import segment_options
 from support.training import gradients, promise_is_kept
 from support.zoo import mean_loss
 from torch_recompute import (
@@ -32,12 +33,11 @@ from torch_recompute import (
 )
 from torch_recompute.errors import brief
 from torch_recompute.memory.loop import Loop
-from torch_recompute.planner import planner as planning
-from torch_recompute.planner.candidates import all_guesses, record
+from torch_recompute.planner import options as planner_options
+from torch_recompute.planner.options import SegmentOptions
 from torch_recompute.planner.planner import Planner
-from torch_recompute.planner.segments import group, regions
 from torch_recompute.planner.solve import smallest
-from torch_recompute.simulation.devices import Host, Roofline
+from torch_recompute.simulation.devices import NO_WORK, Host, Roofline
 from torch_recompute.simulation.training_step import TrainingStep
 
 WIDTH, TOKENS, BATCH = 32, 16, 2
@@ -187,30 +187,30 @@ def test_parts_of_a_part_are_recomputed_by_themselves() -> None:
     x = torch.randn(64, WIDTH, requires_grad=True)
     shared = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
     block = nn.Sequential(OrderedDict(mlp=nn.Sequential(OrderedDict(shared=shared, experts=Expert()))))
-    found = record(block, lambda: block(x), [x])
-    assert found.inner == {"mlp": ["mlp.shared", "mlp.experts"]}
-    guessed = {guess.regions: guess for guess in all_guesses(found, lambda op: float(op.flops), Host(call=1e12))}
+    segment = segment_options(block, x, host=Host(call=1e12))
+    assert segment.candidates.inner == {"mlp": ["mlp.shared", "mlp.experts"]}
+    options = {option.regions: option for option in segment.evaluated()}
     one, other, keeps = Choice(("mlp.shared",)), Choice(("mlp.experts",)), Choice(("mlp.experts",), ("@product",))
-    both, one, other, keeps = (guessed[regions] for regions in ((one, other), (one,), (other,), (keeps,)))
+    both, one, other, keeps = (options[regions] for regions in ((one, other), (one,), (other,), (keeps,)))
     assert max(one.seconds, other.seconds) < both.seconds < 1e12 <= keeps.seconds
-    assert both.saved < min(one.saved, other.saved)
+    assert both.saved_bytes < min(one.saved_bytes, other.saved_bytes)
 
 
 def test_products_of_one_module_are_kept_apart_where_one_narrows() -> None:
-    """What `@down` keeps in a module is guessed as the engine does it, and a step with it keeps its promise."""
+    """What `@down` keeps in a module is read from its record, and a step with it keeps its promise."""
     torch.manual_seed(0)
     model, args = Experts(), (torch.randn(64, WIDTH),)
     x = torch.randn(64, WIDTH, requires_grad=True)
-    found = record(model.layers[0], lambda: model.layers[0](x), [x])
-    assert found.calls == [("@product",), ("@down",)]
-    assert found.within == [{1}, set()]
-    guessed = {guess.regions: guess for guess in all_guesses(found, lambda op: float(op.flops))}
-    assert set(guessed) == {(Choice(("",), keep),) for keep in ((), ("@down",), ("@product",))}
-    none, down, every = (guessed[Choice(("",), keep),] for keep in ((), ("@down",), ("@product",)))
+    segment = segment_options(model.layers[0], x)
+    assert segment.candidates.calls == [("@product",), ("@down",)]
+    assert segment.candidates.within == [{1}, set()]
+    options = {option.regions: option for option in segment.evaluated()}
+    assert set(options) == {(), *((Choice(("",), keep),) for keep in ((), ("@down",), ("@product",)))}
+    none, down, every = (options[Choice(("",), keep),] for keep in ((), ("@down",), ("@product",)))
     rows = 64 * WIDTH * 4
-    assert (down.saved - none.saved, every.saved - none.saved) == (2 * rows, 10 * rows)
+    assert (down.saved_bytes - none.saved_bytes, every.saved_bytes - none.saved_bytes) == (2 * rows, 10 * rows)
     both = 2 * 2 * 2 * 64 * WIDTH * 4 * WIDTH
-    assert (none.seconds, down.seconds, every.seconds) == (both, both / 2, 0)
+    assert (none.flops, down.flops, every.flops) == (both, both // 2, 0)
 
     plan = Plan(tuple(Choice((f"layers.{i}",), ("@down",)) for i in range(3)))
     plain = torch.autograd.grad(model(*args), [*model.parameters()])
@@ -277,23 +277,22 @@ def test_a_share_that_nothing_fits_begins_at_the_least_peak(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("kind", ["deep", pytest.param("gpt", marks=pytest.mark.nightly)])
-def test_trials_of_three_and_four_tell_of_larger_groups(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What eight layers in one region take follows from trials of three and of four, whatever is largest in them."""
+def test_records_of_three_and_four_tell_of_larger_groups(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What eight layers in one region take follows from records of three and of four, whatever is largest in them."""
     if kind == "gpt":  # gradients of weights
         model, batch = Gpt(layers=8), torch.zeros(2, 16, dtype=torch.long)
     else:  # inputs of layers
         model, batch = deep_is_made()[0], DEEP
-    monkeypatch.setattr(planning, "TRIED", 1)
     planner = Planner(TrainingStep(model, (batch,), device="h100", loss=mean_loss if kind == "deep" else None))
-    captured = planner._captured
-    with captured.running():
-        for region in regions(("attention", "down") if kind == "gpt" else ()):
-            calls = {span: group(captured, 0, span) for span in (3, 4, 8)}
-            tried = {span: planner._alone("", call, [region], paths) for span, (call, paths) in calls.items()}
-            three, four = tried[3], tried[4]
-            assert three is not None
-            assert four is not None
-            assert three.grown(four, 8 - 3) == tried[8]
+    segment = SegmentOptions(planner._captured, 0, planner.price, planner.price.host, frees=False)
+    monkeypatch.setattr(planner_options, "spans", lambda *_: (0, [2, 3, 4, 8]))
+    grown = {(o.regions, o.span): o for o in segment.grouped() if o.nested}
+    monkeypatch.setattr(planner_options, "spans", lambda *_: (0, [8, 8]))
+    recorded = {(o.regions, o.span): o for o in segment.grouped() if o.nested}
+    assert recorded
+    for key, option in recorded.items():
+        assert replace(grown[key], seconds=0, work=NO_WORK) == replace(option, seconds=0, work=NO_WORK)
+        assert grown[key].seconds == pytest.approx(option.seconds)
 
 
 def test_layers_that_do_not_hand_on_are_not_grouped() -> None:

@@ -258,7 +258,7 @@ def test_no_choice_for_all_calls_is_better() -> None:
     by_kind = [{o.regions: o for o in costs.kinds[segment.kind].options} for segment in costs.segments]
     every = [[options[regions] for options in by_kind] for regions in by_kind[0]]
     peaks = [peak(costs, options).bytes for options in every]
-    assert len(set(peaks)) > 2
+    assert len(set(peaks)) > 1
     for budget in peaks:
         fitting = [options for options, most in zip(every, peaks, strict=True) if most <= budget]
         best = min(sum(option.seconds for option in options) for options in fitting)

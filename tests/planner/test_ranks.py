@@ -15,7 +15,6 @@ from torch_recompute.errors import ArgumentError, BudgetError
 from torch_recompute.memory.loop import Loop
 from torch_recompute.plan.config import plan_of
 from torch_recompute.plan.ranks import Ranks
-from torch_recompute.planner import planner as planning
 from torch_recompute.planner.bound import bound
 from torch_recompute.planner.cost import Costs, Graph, Kind, Node, Option, Segment
 from torch_recompute.planner.hosts import PlanOptions
@@ -264,7 +263,6 @@ def test_more_memory_never_costs_more(planner: LayoutPlanner) -> None:
 @pytest.mark.usefixtures("free_launches_here")
 def test_a_budget_that_earlier_ranks_feel_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that hold alike recompute the more the earlier they are, and run alike stages once."""
-    monkeypatch.setattr(planning, "TRIED", 20)  # choices whose costs differ by little
     planner = LayoutPlanner(built(), "MODEL", Layout(Ranks(pp=4)), TOKENS, "none", "h100")
     assert planner.pipeline.alike == [0, 1, 1, 3]
     plain = [rank.plain_peak_bytes for rank in planner.plans("1TiB")]

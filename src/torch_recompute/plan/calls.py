@@ -311,13 +311,6 @@ def _decides(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
     return func in DECISIONS or (func is torch.where and len(args) + len(kwargs) == 1)
 
 
-def decided(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """The part of a call's result that `Carry` keeps; None where it keeps nothing."""
-    if func in ORDERED and "out" not in kwargs:
-        return result[1]
-    return result if _decides(func, args, kwargs) else None
-
-
 class Carry(TorchFunctionMode):
     """Carries the decisions of a region from its forward to its replays."""
 
@@ -325,15 +318,27 @@ class Carry(TorchFunctionMode):
         self, func: Function, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        ordered = func in ORDERED
-        if "out" in kwargs or not (ordered or _decides(func, args, kwargs)):
-            return func(*args, **kwargs)
         run = thread.run
-        if run is not None and in_checkpoint():
+        if run is not None and in_checkpoint() and _may_decide(func, args, kwargs):
             if not run.replaying:
                 warnings.warn(_not_carried(func.__name__, run.name), RuntimeWarning, stacklevel=2)
             return func(*args, **kwargs)
-        return _ordered(func, args, kwargs) if ordered else _own(replay(func)(*args, **kwargs))
+        return carried(func, args, kwargs, replay)
+
+
+def carried(
+    func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], carry: Callable[[Function], Function]
+) -> Any:
+    """Calls a function; what it decides is made by what `carry` returns for it, and copied for the caller."""
+    if not _may_decide(func, args, kwargs):
+        return func(*args, **kwargs)
+    if func in ORDERED:
+        return _ordered(func, args, kwargs, carry)
+    return _own(carry(func)(*args, **kwargs))
+
+
+def _may_decide(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return "out" not in kwargs and (func in ORDERED or _decides(func, args, kwargs))
 
 
 def _not_carried(name: str, region: str) -> str:
@@ -409,12 +414,14 @@ def _dim(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return dim
 
 
-def _ordered(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _ordered(
+    func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], carry: Callable[[Function], Function]
+) -> Any:
     scores: torch.Tensor = args[0] if args else kwargs["input"]
     dim = _dim(func, args, kwargs)
     if isinstance(dim, bool):  # sort(input, stable) has no dimension there
         return func(*args, **kwargs)
-    indices = replay(lambda *a, **k: func(*a, **k)[1])(*args, **kwargs)
+    indices = carry(lambda *a, **k: func(*a, **k)[1])(*args, **kwargs)
     return ORDERED[func]((scores.gather(dim, indices), _own(indices)))
 
 

@@ -16,7 +16,7 @@ them all that it saves counts. All bytes are exact.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -236,6 +236,13 @@ class PeakMoment(NamedTuple):
     bytes: int
     fixed: int
     where: str
+
+
+def without(costs: Costs, out: Callable[[Option], bool]) -> Costs:
+    """The costs without some options."""
+    kinds = costs.kinds.items()
+    left = {name: replace(kind, options=tuple(o for o in kind.options if not out(o))) for name, kind in kinds}
+    return replace(costs, kinds=left)
 
 
 def begins(options: Sequence[Option]) -> list[int]:

@@ -19,6 +19,7 @@ import torch
 from .._torch import is_operator, tensors_in
 from .._torch.fakes import APART, device_of, writes
 from .._torch.flops import flops, fused_on_cpu
+from ..engine.shape_only import ASK_FOR_LAYOUT
 from ..memory.ledger import Place
 from ..memory.operations import Operation, Operations
 from ..plan.plan import Plan
@@ -103,7 +104,8 @@ class Op:
     @property
     def in_host_memory(self) -> bool:
         """Whether it reads or writes host memory beside a device by its data sheet."""
-        return any(meta.device == APART.type for meta in metas((self.args, self.kwargs, self.results)))
+        read = () if self.func in ASK_FOR_LAYOUT else (self.args, self.kwargs)
+        return any(meta.device == APART.type for meta in metas((read, self.results)))
 
     @property
     def moved(self) -> str:

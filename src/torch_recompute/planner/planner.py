@@ -1,7 +1,7 @@
 """From a model and a batch to costs, and from a budget to a plan that keeps its promise.
 
-    profile    the step is simulated once without recomputation; each kind of segment is looked at alone
-               (`candidates.py`) and tried under the choices worth it (`trials.py`); what else lives is taken from the
+    profile    the step is simulated once without recomputation; each kind of segment is recorded alone (`record.py`),
+               and what all choices take is read from that (`evaluate.py`); what else lives is taken from the
                simulation (`calibrate`)
     solve      `planner/solve.py` chooses one option per segment, on plain data
     check      the plan that was chosen is simulated as a whole. If its peak is another than predicted, the costs are
@@ -19,9 +19,8 @@ a margin on the budget, which is too small for one model and wasteful for all ot
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -30,6 +29,7 @@ import torch
 from torch import nn
 
 from .. import _torch, errors
+from ..engine.shape_only import refusing
 from ..errors.text import counted, doing
 from ..memory.budget import FIT, Budget, Limit, bytes_meant, no_plan_fits, read_budget
 from ..memory.free import free_bytes
@@ -37,7 +37,7 @@ from ..memory.ledger import Place, storages
 from ..memory.operations import Operation
 from ..memory.reserved import EXPANDABLE, expands
 from ..plan.apply import Applied, apply
-from ..plan.choice import Choice, joined
+from ..plan.choice import Choice
 from ..plan.libraries import switched
 from ..plan.plan import Plan, Switched
 from ..plan.roles import inside, relative
@@ -45,7 +45,8 @@ from ..plan.wrappers import described
 from ..simulation import Moment, Simulation, after_others, simulate_step
 from ..simulation.devices import Work
 from ..simulation.training_step import ALONE, TrainingStep, loss_of
-from .candidates import Guess, SegmentRecord, all_guesses, guesses, offloads, record
+from .alone import SegmentCall
+from .candidates import offloads
 from .clock import Clocked, Scale, clock, obstacle
 from .cost import (
     NOTHING,
@@ -62,20 +63,20 @@ from .cost import (
     for_all,
     highest_points,
     kinds_for_all,
-    simplicity,
+    without,
 )
 from .hosts import NO_OPTIONS, PlanOptions, limit_of, stores_for, waited
 from .ops import StepLog
+from .options import SegmentOptions, in_host_memory, undominated, worth_a_trial
 from .prices import Measured, prices_for
 from .profile import Profile
-from .segments import CapturedCall, capture, group, regions, segment_paths, spans
+from .segments import CapturedCall, capture, segment_paths
 from .sent import Sent, parts_of, sent, update_seconds
-from .solve import choices_of, choose, decides, frontier, planned, smallest, untied
+from .solve import choices_of, choose, frontier, planned, smallest, untied
 from .tiling import InTiles, in_tiles, mlps_in_words, mlps_of
-from .trials import SegmentCall, Tried, attempt
+from .trials import attempt
 
 ROUNDS = 8
-TRIED = 20  # choices per kind of segment
 
 Regions = tuple[Choice, ...]  # those of a plan
 Checked = tuple[Solution, Simulation, Costs]  # a choice, the step with it, and costs that reproduce that step
@@ -147,7 +148,7 @@ class Planner:
         self._routers = self._captured.routers
         self._loop = replace(self.base.loop, autocast=self._captured.autocast)
         self._ways = (
-            self._tried_in_tiles(self.whole) if self.whole else kinds_for_all(self._tried(), step.loop.accumulate)
+            self._options_in_tiles(self.whole) if self.whole else kinds_for_all(self._options(), step.loop.accumulate)
         )
         plain = tuple(self._ways[kind].options[0] for kind in self._kinds)
         # Costs that are taken too high may not see that it fits.
@@ -322,15 +323,10 @@ class Planner:
         """
         found = [
             self.costs,
-            self._leaving_out(lambda option: option.offload),
-            self._leaving_out(lambda option: bool(option.store)),
+            without(self.costs, lambda option: option.offload),
+            without(self.costs, lambda option: bool(option.store)),
         ]
         return [costs for number, costs in enumerate(found) if costs.kinds not in [one.kinds for one in found[:number]]]
-
-    def _leaving_out(self, out: Callable[[Option], bool]) -> Costs:
-        kinds = self.costs.kinds.items()
-        left = {name: replace(kind, options=tuple(o for o in kind.options if not out(o))) for name, kind in kinds}
-        return replace(self.costs, kinds=left)
 
     @cached_property
     def floor(self) -> int:
@@ -345,7 +341,7 @@ class Planner:
     @cached_property
     def leanest(self) -> Plan:
         """The plan that keeps the fewest bytes for backward, whatever else holds the peak; no layer is offloaded."""
-        costs = self._leaving_out(lambda option: option.offload)
+        costs = without(self.costs, lambda option: option.offload)
         return self._plan_of(smallest(replace(costs, points=(), turn_bytes=10 * self.plain.peak_bytes)))
 
     def curve(self, budget: int, most: int) -> list[Plan]:
@@ -378,13 +374,33 @@ class Planner:
             if solution.options == known:
                 return
             known = solution.options
-            simulation = self.simulated(self._plan_of(solution))
+            plan = self._plan_of(solution)
+            try:
+                with refusing():
+                    simulation = self.simulated(plan)
+            except errors.RecomputeError:
+                if refused := self._refused(solution):
+                    costs, known = without(costs, refused.__contains__), None
+                    continue
+                simulation = self.simulated(plan)
             exact = simulation.peak_bytes == solution.peak_bytes
             if not exact:
                 costs = replace(self._calibrated(simulation, known, costs.step_seconds, self.costs), kinds=first.kinds)
             yield solution, simulation, costs
             if exact:
                 return
+
+    def _refused(self, solution: Solution) -> set[Option]:
+        """The options of a solution that the engine refuses, as to keep what a model changes in place; none is used."""
+        ways = {(kind, option) for kind, option in zip(self._kinds, solution.options, strict=True) if option.regions}
+        found = set[Option]()
+        for kind, option in ways:
+            segment = self._of_kind(kind, self._kinds.index(kind)) if option.span == 1 else None
+            if segment is not None and segment.tried(option.regions) is None:
+                found.add(option)
+        if found:
+            self.costs = without(self.costs, found.__contains__)
+        return found
 
     def _clocked(self, chosen: Checked | None) -> tuple[Profile, Scale | None]:
         """The profile in seconds of whole steps: the one of a choice, or without one that with the smallest peak.
@@ -475,184 +491,128 @@ class Planner:
         parts = tuple(part.times(self.step.loop.accumulate) for part in self._parts.parts.values())
         return replace(costs, host_memory=self._host_memory, host=self._launcher, parts=parts)
 
-    # --- the options of each kind of segment, by trials ---
+    # --- the options of each kind of segment ---
 
-    def _tried(self) -> dict[str, Kind]:
-        captured, ways = self._captured, dict[str, Kind]()
-        several = {path for path, times in Counter(self.paths).items() if times > 1}
-        guessed: dict[str, list[Guess]] = {}
+    def _options(self) -> dict[str, Kind]:
         firsts = {kind: self._kinds.index(kind) for kind in dict.fromkeys(self._kinds)}
-        records = self._records(firsts)
-        plains = {kind: self._plain(captured.calls[first]) for kind, first in firsts.items()}
-        for kind, found in records.items():
-            path, work = self.paths[firsts[kind]], plains[kind].work(self.price)
-            of = path if path in several else kind  # what is called several times has one choice for all its calls
-            every = all_guesses(found, self.price, self._launcher, work, partial(self._carries, path))
-            guessed.setdefault(of, []).extend((every[0], *guesses(every, TRIED, self._kinds.count(kind))))
-        best: dict[Any, list[tuple[Choice, ...]]] = {}
-        for kind, first in sorted(firsts.items(), key=lambda one: -self._kinds.count(one[0])):
-            path, call, found = self.paths[first], captured.calls[first], records.get(kind)
-            plain = plains[kind]
-            work = plain.work(self.price)
-            options = [self._option(plain, (), plain)]
-            if found is None:
-                ways[kind] = Kind(tuple(options), work=work)
+        segments = self._by_kind(firsts)
+        options = {kind: segment.evaluated() for kind, segment in segments.items()}
+        several = {path for path, times in Counter(self.paths).items() if times > 1}
+        for path in several:  # what is called several times has one choice for all its calls
+            _for_all_calls({k: segments[k] for k in segments if segments[k].path == path}, options)
+        ways = dict[str, Kind]()
+        for kind, first in firsts.items():
+            segment = segments.get(kind)
+            if segment is None:
+                ways[kind] = self._without_regions(self._captured.calls[first])
                 continue
-            with captured.running():
-                own = dict.fromkeys(guess.regions for guess in guessed[path if path in several else kind])
-                # A first layer, whose input needs no grad, tries what was best for the others.
-                ways_of = (path not in several and best.get(captured.likes[kind])) or [*own]
-                for number, regions in enumerate(ways_of, 1):
-                    doing(f"trying choices for {path}", number, len(ways_of))
-                    if (tried := self._alone(path, call, regions)) is not None:
-                        options.append(self._option(tried, regions, plain))
-                graph = replace(found.graph(self.price), backward_bytes=plain.at_once_bytes)
-                if self._link is not None:
-                    forward = self._forward_seconds(graph)
-                    moved = [(option.saved_bytes, in_host_memory(option)) for option in undominated(options)[1:]]
-                    moved += [(plain.saved_bytes, way) for way in offloads(found)]
-                    options += self._offloaded(path, call, moved, plain, forward)
-                if not self.step.ranks.fully_sharded:  # whose layers are gathered one by one
-                    options += self._grouped(first, plain, found.kinds)
-            ways[kind] = Kind(tuple(options) if path in several else undominated(options), _ends_in_result(graph), work)
-            kept = {option.regions for option in ways[kind].options}
-            best.setdefault(captured.likes[kind], [regions for regions in ways_of if regions in kept])
-        return {kind: ways[kind] for kind in firsts}
+            graph = segment.segment.tape.graph(self.price)
+            some = undominated(options[kind])
+            if self._link is not None:
+                some += tuple(self._offloaded(segment, some))
+            if not self.step.ranks.fully_sharded:  # whose layers are gathered one by one
+                some += tuple(segment.grouped())
+            kept = options[kind] if segment.path in several else undominated(some)
+            ways[kind] = Kind(tuple(kept), _ends_in_result(graph), segment.priced.work)
+        return ways
 
-    def _records(self, firsts: Mapping[str, int]) -> dict[str, SegmentRecord]:
-        """The operations of each kind of segment that allows regions, by where its first is; at least one must."""
-        recorded = ((kind, self._recorded(kind, self._captured.calls[first])) for kind, first in firsts.items())
-        found = {kind: one for kind, one in recorded if one is not None}
+    def _by_kind(self, firsts: Mapping[str, int]) -> dict[str, SegmentOptions]:
+        """The kinds of segments that allow regions, by where the first of each is; at least one must."""
+        found = {kind: one for kind, first in firsts.items() if (one := self._of_kind(kind, first)) is not None}
         if not found:
             raise errors.ArgumentError(next(iter(self.refused.values())))
         return found
 
-    def _recorded(self, kind: str, call: SegmentCall) -> SegmentRecord | None:
-        """The operations of a segment of a kind; None where it allows no region, and then the reason is kept."""
+    def _of_kind(self, kind: str, first: int) -> SegmentOptions | None:
+        """The options of a kind of segment; None where it allows no region, and then the reason is kept."""
+        doing(f"recording {self.paths[first]}")
+        frees = self._loop.frees_gradients
         try:
-            with self._captured.running():
-                inputs = [x.detach().requires_grad_(x.requires_grad) for x in call.inputs]
-                return record(call.steps[0][0], partial(call.run, inputs), inputs)
+            found = SegmentOptions(self._captured, first, self.price, self._launcher, frees=frees)
         except errors.ArgumentError as error:
             self.refused[kind] = str(error)
             return None
+        if found.segment.tape.why_not:
+            why = found.segment.tape.why_not
+            self.refused[kind] = f"of {found.path} only the most promising choices are looked at: {why}"
+        return found
+
+    def _without_regions(self, call: SegmentCall) -> Kind:
+        """The one option of a segment that allows no region."""
+        with self._captured.running():
+            found = attempt(call, [], self._captured.pretend, frees=self._loop.frees_gradients)
+        work = Work(
+            sum(self.price(op) * count for op, count in found.ops.items()),
+            sum(count for op, count in found.ops.items() if not op.in_host_memory),
+        )
+        return Kind((Option((), found.saved_bytes, found.forward_bytes, found.backward_bytes, 0.0),), work=work)
 
     def _assumed(self, simulation: Simulation) -> tuple[str, ...]:
         """Returns the assumptions of a simulation, and why some layers allow no region."""
         refused = (self.whole or self).refused.values()
         return (*simulation.assumed, *dict.fromkeys(text.partition("\n")[0] for text in refused))
 
-    def _carries(self, path: str, parts: Sequence[str]) -> bool:
-        """Whether a region around some parts of the segment at a path carries decisions."""
-        return decides([joined(path, part) for part in parts], self._routers)
-
-    def _plain(self, call: SegmentCall) -> Tried:
-        """A segment without regions."""
-        with self._captured.running():
-            return attempt(call, [], self._captured.pretend, frees=self._loop.frees_gradients)
-
-    def _forward_seconds(self, graph: Graph) -> float:
+    def _forward_seconds(self, segment: SegmentOptions) -> float:
         """Seconds of a segment's forward."""
-        operations = sum(node.operations for node in graph.nodes)
-        return self._launcher.seconds(Work(sum(node.seconds for node in graph.nodes), operations))
+        return self._launcher.seconds(segment.priced.forward_work)
 
-    def _option(self, tried: Tried, regions: tuple[Choice, ...], plain: Tried, span: int = 1) -> Option:
-        return tried.option(regions, plain, self.price, self._launcher, span)
-
-    def _alone(self, path: str, call: SegmentCall, regions: Sequence[Choice], of: Sequence[str] = ()) -> Tried | None:
-        """A trial of regions in the segment at a path, or around several `of` them; None where the engine refuses.
-
-        It refuses to keep a call whose result the model changes in place, and keeps none within other hooks.
-        """
-        choices: list[Choice] = []
-        for region in regions:
-            carry = decides(of, self._routers) if of else self._carries(path, region.paths)
-            carry = carry and not region.offload
-            paths = tuple(joined(str(i), part) for i in range(len(of) or 1) for part in region.paths)
-            choices.append(replace(region, paths=paths, carry=carry))
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("error", ".* within saved-tensor hooks that it enters itself", RuntimeWarning)
-                warnings.filterwarnings("ignore", ".*, so what it decides is not carried", RuntimeWarning)  # said later
-                return attempt(call, choices, self._captured.pretend, frees=self._loop.frees_gradients)
-        except (errors.RecomputeError, RuntimeWarning):
-            return None
-
-    def _tried_in_tiles(self, whole: Planner) -> dict[str, Kind]:
+    def _options_in_tiles(self, whole: Planner) -> dict[str, Kind]:
         """The options of each kind of segment without tiles, and those with an MLP in tiles beside them."""
         ways = dict(whole._ways)
         for kind, own in whole._ways.items() if self._tiling.mlps else ():
-            first = self._kinds.index(kind)
-            path, call = self.paths[first], self._captured.calls[first]
-            found = self._recorded(kind, call)
-            if found is None:
+            segment = self._of_kind(kind, self._kinds.index(kind))
+            if segment is None:
                 continue
-            with self._captured.running():
-                tried = self._in_tiles(path, call, found, own.options)
-                tiled = [for_all(option, self.step.loop.accumulate) for option in tried]
+            tried = self._in_tiles(segment, own.options)
+            tiled = [for_all(option, self.step.loop.accumulate) for option in tried]
             graph = own.graph and replace(own.graph, backward_bytes=0)  # an operation in tiles takes less at once
             if tiled:
                 options = (*own.options, *tiled)
-                kept = options if self.paths.count(path) > 1 else undominated(options)
+                kept = options if self.paths.count(segment.path) > 1 else undominated(options)
                 ways[kind] = Kind(kept, graph, own.work)
         return ways
 
-    def _in_tiles(
-        self, path: str, call: SegmentCall, found: SegmentRecord, options: Sequence[Option]
-    ) -> Iterator[Option]:
+    def _in_tiles(self, segment: SegmentOptions, options: Sequence[Option]) -> Iterator[Option]:
         """The options of one segment with an MLP in tiles: each of the others, with a region of its own for it."""
-        plain = self._plain(call)
-        forward = self._forward_seconds(found.graph(self.price))
+        path, layers = segment.path, self.paths.count(segment.path)
+        some = [options[0], *worth_a_trial(options[1:], layers)]
         for mlp in (relative(mlp, path) for mlp in self._tiling.mlps if inside(mlp, path) and mlp != path):
             tile = Choice((mlp,), tiles=self._tiling.tiles)
-            ways = (_around(option, mlp) for option in options)
+            ways = (_around(option, mlp) for option in some)
             for others in dict.fromkeys(way for way in ways if way is not None):
                 doing(f"trying tiles for {path}")
-                tried = self._alone(path, call, (*others, tile))
-                if tried is not None:
-                    here = self._option(tried, (*others, tile), plain)
-                    yield replace(here, seconds=here.seconds + self._waited(tried, here, plain, forward))
+                here = segment.tried((*others, tile))
+                if here is not None:
+                    yield replace(here, seconds=here.seconds + self._waited(segment, here))
 
-    def _waited(self, tried: Tried, here: Option, plain: Tried, forward: float) -> float:
+    def _waited(self, segment: SegmentOptions, here: Option) -> float:
         """Seconds for which a segment that keeps something in host memory waits for copies."""
         if self._link is None:
             return 0.0
-        step = self._launcher.seconds(plain.work(self.price))
-        return waited(tried.host_bytes, self._link, forward, max(0.0, step - forward) + here.seconds)
+        step, forward = self._launcher.seconds(segment.priced.work), self._forward_seconds(segment)
+        return waited(here.host_bytes, self._link, forward, max(0.0, step - forward) + here.seconds)
 
-    def _offloaded(
-        self, path: str, call: SegmentCall, ways: Iterable[tuple[int, tuple[Choice, ...]]], plain: Tried, forward: float
-    ) -> Iterator[Option]:
-        """The options of one segment that use host memory; `ways` says what each saves on the device without it."""
-        assert self._link is not None
-        for saved_bytes, choices in ways:
-            tried = self._alone(path, call, choices)
-            if tried is not None and tried.saved_bytes < saved_bytes:
-                here = self._option(tried, choices, plain)
-                wait = self._waited(tried, here, plain, forward)
-                beside = tried.host_bytes if here.offload else 0  # of its neighbour, which leaves or comes meanwhile
+    def _offloaded(self, segment: SegmentOptions, options: Sequence[Option]) -> Iterator[Option]:
+        """The options of one segment that use host memory: its best ones with their inputs there, and parts of it."""
+        layers = self.paths.count(segment.path)
+        best = worth_a_trial((option for option in options[1:] if option.span == 1), layers)
+        ways = [(option.saved_bytes, in_host_memory(option)) for option in best]
+        ways += [(segment.plain.saved_bytes, way) for way in offloads(segment.candidates)]
+        for saved_bytes, regions in ways:
+            here = segment.tried(regions)
+            if here is not None and here.saved_bytes < saved_bytes:
+                wait = self._waited(segment, here)
+                beside = here.host_bytes if here.offload else 0  # of its neighbour, which leaves or comes meanwhile
                 levels = here.forward_bytes + beside, here.backward_bytes + beside
-                seconds = here.seconds + wait
-                yield replace(here, forward_bytes=levels[0], backward_bytes=levels[1], seconds=seconds)
+                yield replace(here, forward_bytes=levels[0], backward_bytes=levels[1], seconds=here.seconds + wait)
 
-    def _grouped(self, first: int, plain: Tried, kinds: Sequence[str]) -> Iterator[Option]:
-        """The options that take several segments of a kind at once.
 
-        From three on, each more adds the same to all figures of a group, so trials of three and four say those of more.
-        """
-        start, numbers = spans(self._captured, self._captured.kinds[first])
-
-        def tried(region: Choice, span: int) -> Tried | None:
-            doing(f"trying one region for {counted(span, 'segment')}")
-            call, paths = group(self._captured, start, span)
-            return self._alone("", call, [region], paths)
-
-        for region in regions(kinds) if numbers else ():
-            found = {span: tried(region, span) for span in numbers[: 2 if region.nested else 1]}
-            if region.nested and numbers[2:]:
-                three, four = tried(region, 3), found[4]
-                found.update({n: three.grown(four, n - 3) for n in numbers[2:]} if three and four else {})
-            yield from (self._option(one, (region,), plain, span) for span, one in found.items() if one)
+def _for_all_calls(segments: Mapping[str, SegmentOptions], options: dict[str, list[Option]]) -> None:
+    """Gives the calls of one module the same choices: those that are no worse than others for one of them."""
+    best = [option.regions for kind in segments for option in undominated(options[kind])]
+    for kind, segment in segments.items():
+        own = {option.regions: option for option in options[kind]}
+        options[kind] = [own.get(regions) or segment.of(regions) for regions in dict.fromkeys(best)]
 
 
 def _around(option: Option, mlp: str) -> tuple[Choice, ...] | None:
@@ -675,30 +635,6 @@ def _promising(plan: Plan, **figures: Any) -> Plan:
 
 def _seconds(plan: Plan) -> float:
     return plan.predicted_step_seconds or 0.0
-
-
-def in_host_memory(option: Option) -> tuple[Choice, ...]:
-    """The regions of an option with their inputs in host memory; tiles are inside of one of them, or stay."""
-    return tuple(replace(region, store="" if region.tiles else "host") for region in option.regions)
-
-
-def undominated(options: Sequence[Option]) -> tuple[Option, ...]:
-    """The options of which no other of as many segments is at least as good in everything.
-
-    The first one stays, and a region around all of one segment, which others are compared with.
-    """
-
-    def figures(option: Option) -> tuple[float, ...]:
-        return option.saved_bytes, option.forward_bytes, option.backward_bytes, option.seconds
-
-    kept = [options[0]]
-    rest = sorted(options[1:], key=lambda option: (*figures(option)[::-1], simplicity(option)))
-    for option in rest:
-        rivals = [figures(other) for other in kept if other.span == option.span]
-        beaten = any(all(a <= b for a, b in zip(rival, figures(option), strict=True)) for rival in rivals)
-        if option.is_full or not beaten:
-            kept.append(option)
-    return tuple(kept)
 
 
 # --- from a simulated step to costs ---

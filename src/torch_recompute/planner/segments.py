@@ -43,9 +43,9 @@ from ..simulation.experts import share_experts
 from ..simulation.fake_mode import FakeMode
 from ..simulation.fully_sharded import computing
 from ..simulation.training_step import TrainingStep
+from .alone import SegmentCall
 from .arguments import Call, is_context
 from .ops import Op, logging
-from .trials import SegmentCall
 
 PRODUCTS = 6
 
@@ -241,7 +241,7 @@ def group(captured: CapturedCall, start: int, span: int) -> tuple[SegmentCall, t
     return call, tuple(captured.paths[start : start + span])
 
 
-def regions(kinds: Sequence[str]) -> list[Choice]:
+def regions_of_groups(kinds: Sequence[str]) -> list[Choice]:
     """The regions around several layers that are worth a trial.
 
     Args:

@@ -135,6 +135,11 @@ class FakeMode(TorchDispatchMode):
         finally:
             self._seen = None
 
+    @property
+    def fakes(self) -> FakeTensorMode:
+        """The mode whose fake tensors they are."""
+        return self._fakes
+
     def workspace(self, ran: Operation) -> int | str:
         """Bytes that an operation takes while it runs, or why they are not known."""
         if ran.taken is not None:

@@ -1,0 +1,624 @@
+"""A segment that has run once, as plain data: what each operation made and read, what autograd saved, when each ended.
+
+    segment = record(call, pretend)
+    figures = evaluate(segment.tape, choices)       # of any regions, in less than a millisecond (`evaluate.py`)
+
+The segment runs forward and backward alone (`alone.py`). What autograd saves is not held: a token stands for it, and
+when backward reads it, it is given a fresh fake tensor of that layout. So storages end in the forward when Python lets
+go of them, as in a replay, and the tokens say when backward reads each saved tensor and when it is done with it. Who
+holds what under some regions is then counted from the record.
+
+A region may carry decisions from its forward to its replays, and then runs other operations than without (`Carry`); a
+segment with a router is therefore recorded a second time, as it runs then.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from enum import IntEnum
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from .. import _torch, errors
+from .._torch.checkpoints import in_checkpoint
+from .._torch.fakes import APART, FakeTensor, resizes
+from .._torch.graphs import attention_in_parts
+from .._torch.modes import transforming, without_modes
+from ..engine.shape_only import ASK_FOR_LAYOUT, DROPOUT, goes_through
+from ..engine.taken import SMALL
+from ..memory.batch import tensors_of_call
+from ..memory.ledger import storages
+from ..memory.operations import ADDED, Operation
+from ..plan.calls import carried, kind_of
+from ..plan.choice import DOWN, PRODUCT
+from ..simulation.fake_mode import FakeMode
+from .alone import SegmentCall, Stage, alone, run_alone
+from .candidates import CallKey, CallNames, Candidates
+from .cost import Graph, Node
+from .ops import Op, op_of
+
+DECISION = "decision"
+"""The kind of a call whose result a region may carry to its replays."""
+
+
+class Event(NamedTuple):
+    """Something that happened, and the number of what it happened to."""
+
+    what: int  # one of `What`
+    number: int
+
+
+class What(IntEnum):
+    """The kinds of events, each with what its number is of."""
+
+    MAKE = 0  # an operation ran: `Tape.ops`
+    FREE = 1  # a storage ended: `Tape.sizes`
+    SAVE = 2  # autograd saved a tensor: `Tape.saves`
+    READ = 3  # backward reads a saved tensor
+    RELEASE = 4  # backward, or the end of a graph, lets go of a saved tensor
+    DROP = 5  # what backward was given when it read a saved tensor has ended
+    ENTER = 6  # a module begins: `Tape.modules`
+    LEAVE = 7
+    BEGIN = 8  # a call that a region may keep begins: `Tape.calls`
+    END = 9
+
+
+class Values(IntEnum):
+    """What an operation needs of a tensor that may have a shape alone (`engine/shape_only.py`)."""
+
+    ALL = 0
+    ITS_OWN = 1  # it works element by element: of a tensor without values it makes another one
+    NONE = 2  # it asks for the layout
+    MASK = 3  # dropout, whose mask follows from the layout
+
+
+class RanOp(NamedTuple):
+    """An operation that has run.
+
+    Attributes:
+        made: The storages that it made.
+        wrote: Those that were there before, and that its results are in.
+        read: Those that it read.
+        workspace: Bytes that it took while it ran.
+        key: Number of its key in `Tape.keys`; -1 for one that neither made nor wrote memory.
+        surrounding: Whether it stands for a layer before or behind, and is not the segment's.
+        needs: What it needs of its arguments' values.
+    """
+
+    made: tuple[int, ...]
+    wrote: tuple[int, ...]
+    read: tuple[int, ...]
+    workspace: int
+    key: int
+    surrounding: bool
+    needs: int
+
+
+class Saved(NamedTuple):
+    """A tensor that autograd saved.
+
+    Attributes:
+        storage: Its storage; -1 for one that no operation of the record made.
+        grad: Whether it requires grad.
+        node: Autograd's number of the node that saved it.
+        weight: Whether it is a parameter's.
+        buffer_bytes: Of a small buffer that a region puts back: its bytes, since what autograd saves of it is a copy.
+    """
+
+    storage: int
+    grad: bool
+    node: int
+    weight: bool
+    buffer_bytes: int = 0
+
+
+class ModuleCall(NamedTuple):
+    """A call of a module: its path, the storages that it was given, and the bytes of its small buffers."""
+
+    path: str
+    given: tuple[int, ...]
+    buffer_bytes: int
+
+
+@dataclass
+class KeepableCall:
+    """A call that a region may keep.
+
+    Attributes:
+        kinds: The kinds it is of, the narrowest first.
+        modules: The paths of the modules that run, outermost first.
+        given: The storages that it was given.
+        candidate: By which name `Candidates` knows it; None for a decision, or within several modules in a row.
+        results: The storages that it returned.
+    """
+
+    kinds: tuple[str, ...]
+    modules: tuple[str, ...]
+    given: tuple[int, ...]
+    candidate: CallKey | None = None
+    results: tuple[int, ...] = ()
+
+
+@dataclass
+class Tape:
+    """A run of a segment; paths are those of `alone`: "0" is its first module, "0.mlp" a part of that.
+
+    Attributes:
+        events: What happened, in order.
+        keys: The different operations that ran; those of a tape that was read from JSON are words.
+        sizes: The bytes of each storage.
+        level, start, returned, turn, back: The numbers of the events with which the stages of `run_alone` begin.
+        results: The storages that the segment returned.
+        there: Those that modules hold in attributes when it begins.
+        known: Those of its arguments, and of its input.
+        outside: Those of its arguments that are there all the time; their sizes are 0.
+        why_not: Why no figures can be read from it; "" where they can.
+    """
+
+    events: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    ops: list[RanOp] = field(default_factory=list[RanOp])
+    keys: list[Any] = field(default_factory=list[Any])
+    sizes: list[int] = field(default_factory=list[int])
+    saves: list[Saved] = field(default_factory=list[Saved])
+    modules: list[ModuleCall] = field(default_factory=list[ModuleCall])
+    calls: list[KeepableCall] = field(default_factory=list[KeepableCall])
+    level: int = 0
+    start: int = 0
+    turn: int = 0
+    back: int = 0
+    results: tuple[int, ...] = ()
+    there: tuple[int, ...] = ()
+    known: frozenset[int] = frozenset()
+    outside: tuple[int, ...] = ()
+    why_not: str = ""
+
+    def to_json(self) -> str:
+        """Returns the tape as JSON; operations become words."""
+        return json.dumps({**asdict(self), "keys": list(map(str, self.keys)), "known": sorted(self.known)})
+
+    @staticmethod
+    def from_json(text: str) -> Tape:
+        """Reads a tape that `to_json` wrote."""
+        data: dict[str, Any] = json.loads(text)
+        for name, kind in (("ops", RanOp), ("saves", Saved), ("modules", ModuleCall)):
+            data[name] = [kind(*map(_frozen, row)) for row in data[name]]
+        data["calls"] = [KeepableCall(**{name: _frozen(value) for name, value in row.items()}) for row in data["calls"]]
+        data["events"] = [(what, number) for what, number in data["events"]]
+        for name in ("results", "there", "outside"):
+            data[name] = _frozen(data[name])
+        data["known"] = frozenset(data["known"])
+        return Tape(**data)
+
+    def __str__(self) -> str:
+        return "\n".join(f"{i:5} {What(what).name:7} {self._said(what, n)}" for i, (what, n) in enumerate(self.events))
+
+    def _said(self, what: int, number: int) -> str:
+        if what == What.MAKE:
+            op = self.ops[number]
+            name = "views" if op.key < 0 else str(getattr(self.keys[op.key], "func", self.keys[op.key]))
+            return f"{name}: {list(op.read)} -> {list(op.made)}"
+        if what == What.FREE:
+            return f"{number}: {errors.size(self.sizes[number])}"
+        if what in (What.ENTER, What.LEAVE):
+            return self.modules[number].path
+        if what in (What.BEGIN, What.END):
+            return f"{self.calls[number].kinds[0]} in {self.calls[number].modules[-1]}"
+        return f"{number} of storage {self.saves[number].storage}"
+
+    @cached_property
+    def counts(self) -> dict[int, int]:
+        """How often each of `keys` ran in the segment's forward and backward."""
+        found: dict[int, int] = {}
+        for op in self.ops:
+            if op.key >= 0 and not op.surrounding:
+                found[op.key] = found.get(op.key, 0) + 1
+        return found
+
+    @property
+    def made(self) -> Iterator[tuple[int, RanOp]]:
+        """The operations of the forward that made or wrote memory, each with the number of its event."""
+        for i in range(self.start, self.turn):
+            what, number = self.events[i]
+            if what == What.MAKE and self.ops[number].key >= 0:
+                yield i, self.ops[number]
+
+    def graph(self, price: Callable[[Op], float]) -> Graph:
+        """The forward as plain data, with prices."""
+        prices = [price(key) for key in self.keys]
+        sources = {s for op in self.ops if op.surrounding for s in op.made} & self.known
+        index = dict.fromkeys(sources, -1)
+        inputs, seconds, counts, sizes = list[set[int]](), list[float](), list[int](), list[int]()
+        for _, op in self.made:
+            reads = set[int]() if op.needs == Values.NONE else {index[s] for s in op.read if s in index}
+            wrote = [index[s] for s in op.wrote if index.get(s, -1) >= 0]
+            owner = len(inputs) if op.made else wrote[0] if wrote else None
+            if wrote and not op.made:
+                inputs[wrote[0]] |= {read for read in reads if read < wrote[0]}
+            drawn = op.needs == Values.MASK and len(op.made) == 2  # first the mask, which follows from the layout
+            for place, storage in enumerate(op.made):
+                index[storage] = len(inputs)
+                inputs.append(set() if drawn and not place else set(reads))
+                seconds.append(0.0)
+                counts.append(0)
+                sizes.append(self.sizes[storage])
+                if drawn and not place:
+                    reads.add(index[storage])
+            if owner is not None:
+                seconds[owner] += prices[op.key]
+                counts[owner] += 1
+        needed = {index.get(self.saves[k].storage, -2) for k in self._alive_at_turn()}
+        nodes = tuple(
+            Node(cost, nbytes, tuple(sorted(read)), i in needed, count)
+            for i, (cost, nbytes, read, count) in enumerate(zip(seconds, sizes, inputs, counts, strict=True))
+        )
+        output = max((index.get(storage, -1) for storage in self.results), default=-1)
+        input_bytes = sum(self.sizes[storage] for storage in sources)
+        return Graph(nodes, output, input_bytes, -1 in needed, self._most_at_once())
+
+    def _alive_at_turn(self) -> set[int]:
+        """The saved tensors that the graph holds when backward begins."""
+        found = set[int]()
+        for what, number in self.events[: self.turn]:
+            if what == What.SAVE:
+                found.add(number)
+            elif what == What.RELEASE:
+                found.discard(number)
+        return found
+
+    def _most_at_once(self) -> int:
+        """The most bytes that one operation of the backward reads and makes, besides those of `known`."""
+        ops = (self.ops[number] for what, number in self.events[self.back :] if what == What.MAKE)
+        met = ({*op.made, *op.wrote, *op.read} - self.known for op in ops)
+        return max((sum(self.sizes[storage] for storage in storages_) for storages_ in met), default=0)
+
+
+def _frozen(value: Any) -> Any:
+    """A value of JSON with tuples in the place of lists."""
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+@dataclass(frozen=True)
+class RecordedSegment:
+    """A segment that has run, and its calls that a region may keep.
+
+    Attributes:
+        tape: Its run.
+        carrying: Its run with decisions carried; the same where no router is near.
+        candidates: Its calls; empty for several modules in a row.
+    """
+
+    tape: Tape
+    carrying: Tape
+    candidates: Candidates
+
+
+def record(call: SegmentCall, pretend: FakeMode, *, frees: bool = False, carry: bool = False) -> RecordedSegment:
+    """Runs a segment forward and backward, and records what happens.
+
+    Args:
+        call: The segment.
+        pretend: The mode of its fake tensors, which is active.
+        frees: Whether the gradients of parameters are freed as they come.
+        carry: Whether it is recorded with decisions carried, too.
+
+    Raises:
+        ArgumentError: It calls what allows no saved-tensor hooks around it.
+    """
+    names = CallNames(call.steps[0][0]) if len(call.steps) == 1 else None
+    try:
+        tape = _Recorder(call, pretend, names, carries=False).run(frees)
+        carrying = _Recorder(call, pretend, None, carries=True).run(frees) if carry else tape
+    except RuntimeError as error:
+        if "saved tensor hooks" not in str(error):
+            raise
+        raise errors.ArgumentError(
+            f"{type(call.steps[0][0]).__name__} calls torch.func.grad or one of its kind, for which PyTorch takes no "
+            "saved-tensor hooks, by which regions are made: neither it nor what is around it can be recomputed.\n"
+            "  Take a smaller batch: no other layer is called that a plan could recompute."
+        ) from error
+    return RecordedSegment(tape, carrying, Candidates() if names is None else names.candidates())
+
+
+class _Token:
+    """Stands for a tensor that autograd saved; says when that is let go."""
+
+    __slots__ = ("__weakref__", "layout", "number", "real", "recorder")
+
+    def __init__(self, number: int, recorder: _Recorder, layout: Any, real: torch.Tensor | None) -> None:
+        self.number, self.recorder, self.layout, self.real = number, recorder, layout, real
+
+    def __del__(self) -> None:
+        self.recorder.note(What.RELEASE, self.number)
+
+
+class _Recorder:
+    """Records one run of a segment.
+
+    Args:
+        call: The segment.
+        pretend: The mode of its fake tensors.
+        names: Is told of its modules and calls.
+        carries: Whether decisions are carried.
+    """
+
+    def __init__(self, call: SegmentCall, pretend: FakeMode, names: CallNames | None, *, carries: bool) -> None:
+        self._call, self._pretend, self._names, self.carries = call, pretend, names, carries
+        self._tape = Tape()
+        self._stage = Stage.BEFORE
+        self._open = True
+        self._within = 0  # calls that a region may keep
+        self._stack: list[tuple[str, int]] = []
+        self._numbers: dict[int, int] = {}  # of storages that are alive, by identity
+        self._refs: dict[Any, weakref.ref[Any]] = {}
+        self._keys: dict[int, int] = {}  # of operations, by identity
+        self._weights, self._buffers = set[int](), dict[int, int]()
+        self._check = False  # whether sizes may have changed
+        self._hook = _torch.see_through(partial(self._pack))  # which takes attributes, as a method does not
+
+    def run(self, frees: bool) -> Tape:
+        """Runs the segment."""
+        tape = self._tape
+
+        with alone(self._call, frees=frees) as modules, resizes(self._resized):
+            tape.there = self._held_by(modules)
+            for weight in modules.parameters():
+                self._weights.update(id(storage) for _, storage in storages(weight))
+            for module in modules.modules():
+                for buffer in _small_buffers(module):
+                    self._buffers.update((id(storage), int(buffer.nbytes)) for _, storage in storages(buffer))
+            try:
+                with self._pretend.showing(self._see):
+                    run_alone(self._call, self._at, self._following(modules))
+                if self._held_by(modules) != tape.there:
+                    self._cannot("its modules hold other tensors in attributes after a call than before")
+            finally:
+                self._open = False
+        return tape
+
+    def _cannot(self, why: str) -> None:
+        """Says why the tape has no figures."""
+        self._tape.why_not = self._tape.why_not or why
+
+    def _resized(self) -> None:
+        """Is told that some storage is about to be resized."""
+        self._check = True
+
+    def _held_by(self, modules: nn.Module) -> tuple[int, ...]:
+        """Numbers the storages that modules hold in attributes."""
+        others = {"_parameters": None, "_modules": None, "_buffers": None}
+        held = tensors_of_call([{**vars(module), **others} for module in modules.modules()])
+        return tuple({self._number_of(storage) for _, storage in storages(held)})
+
+    def note(self, what: What, number: int) -> None:
+        """Adds an event."""
+        if self._open:
+            self._tape.events.append((what, number))
+
+    def _at(self, stage: Stage, tensors: list[torch.Tensor]) -> None:
+        tape, now = self._tape, len(self._tape.events)
+        self._stage = stage
+        if stage is Stage.BEFORE:
+            tape.level = now
+        elif stage is Stage.FORWARD:
+            tape.start = now
+            made = len(tape.sizes)
+            tape.known = frozenset(self._number_of(s) for _, s in storages([*tensors, *self._call.given]))
+            tape.outside = tuple(range(made, len(tape.sizes)))
+            tape.sizes[made:] = [0] * len(tape.outside)
+        elif stage is Stage.RETURNED:
+            tape.results = self._numbers_of(tensors)
+        elif stage is Stage.TURN:
+            tape.turn = now
+        elif stage is Stage.BACKWARD:
+            tape.back = now
+
+    # --- storages and operations ---
+
+    def _sizes_changed(self) -> bool:
+        """Whether a storage has been resized."""
+        alive = ((number, ref()) for number, ref in self._refs.items() if isinstance(number, int))
+        return any(s is not None and 0 < self._tape.sizes[number] != s.nbytes() for number, s in alive)
+
+    def _number_of(self, storage: torch.UntypedStorage) -> int:
+        """The number of a storage, which is new if it has none."""
+        key = id(storage)
+        if key not in self._numbers:
+            number = self._numbers[key] = len(self._tape.sizes)
+            self._tape.sizes.append(int(storage.nbytes()))
+            self._refs[number] = weakref.ref(storage, partial(self._ended, key, number))
+        return self._numbers[key]
+
+    def _ended(self, key: int, number: int, _: object) -> None:
+        if self._numbers.get(key) == number:
+            del self._numbers[key]
+            self.note(What.FREE, number)
+        self._refs.pop(number, None)
+
+    def _numbers_of(self, values: Any) -> tuple[int, ...]:
+        """The numbers of the storages in some tensors, as far as they have one."""
+        found = (self._numbers.get(id(s), -1) for tensor in _torch.tensors_in(values) for _, s in storages(tensor))
+        return tuple(number for number in dict.fromkeys(found) if number >= 0)
+
+    def _see(self, ran: Operation) -> None:
+        """Is shown each operation."""
+        if not self._open:
+            return
+        if self._stage is Stage.FORWARD and (hooks := _torch.ambient_hooks()) is not None and hooks[0] != self._hook:
+            self._cannot("it enters saved-tensor hooks of its own, and what is saved in them is theirs")
+        if self._check and self._sizes_changed():
+            self._cannot("it resizes the memory of tensors")
+        self._check = False
+        read = [self._numbers[id(s)] for _, s in ran.given if id(s) in self._numbers]
+        if ran.func is ADDED and ran.made:  # the engine's sum: it writes to its first argument, and here to new memory
+            first = id(ran.args[0].untyped_storage())
+            if first in self._numbers:
+                self.note(What.FREE, self._numbers.pop(first))
+        wrote = [self._numbers[id(s)] for _, s in ran.results if id(s) in self._numbers]
+        made = [self._number_of(s) for device, s in ran.made if device != APART and id(s) not in self._numbers]
+        needs = Values.ALL
+        if ran.func is DROPOUT:
+            needs = Values.MASK
+            if len(made) == 2:
+                made.reverse()
+        elif ran.func in ASK_FOR_LAYOUT:
+            needs = Values.NONE
+        elif goes_through(ran.func):
+            needs = Values.ITS_OWN
+        workspace, op = self._pretend.workspace(ran), op_of(ran)
+        taken = workspace if isinstance(workspace, int) else 0
+        if made or op is not None or taken:
+            surrounding, key = self._stage in (Stage.BEFORE, Stage.TURN), -1 if op is None else self._key(op)
+            self.note(What.MAKE, len(self._tape.ops))
+            given, written = tuple(dict.fromkeys(read)), tuple(dict.fromkeys(wrote))
+            self._tape.ops.append(RanOp(tuple(made), written, given, taken, key, surrounding, needs))
+
+    def _key(self, op: Op) -> int:
+        number = self._keys.get(id(op))
+        if number is None:
+            number = self._keys[id(op)] = len(self._tape.keys)
+            self._tape.keys.append(op)
+        return number
+
+    # --- saved tensors ---
+
+    def _pack(self, tensor: torch.Tensor) -> _Token:
+        tape, number, found = self._tape, len(self._tape.saves), storages(tensor)
+        first = id(found[0][1]) if found else 0
+        weight = first in self._weights or (tensor.is_leaf and tensor.requires_grad and not found)
+        storage, buffer = self._numbers.get(first, -1), self._buffers.get(first, 0)
+        tape.saves.append(Saved(storage, tensor.requires_grad, _torch.sequence_number(), weight, buffer))
+        self.note(What.SAVE, number)
+        layout, real = None, None
+        if type(tensor) is FakeTensor:
+            layout = tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
+        if weight:
+            real = tensor if tensor.is_leaf else tensor.detach()
+        elif layout is None and type(tensor) is torch.Tensor and not tensor.is_nested:
+            with without_modes():
+                memory = tensor.untyped_storage().clone()
+                real = tensor.new_empty(0).set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
+        elif layout is None:
+            real = tensor.detach()
+            self._cannot(f"autograd saves a {type(tensor).__name__}, whose memory is not followed")
+        return _Token(number, self, layout, real)
+
+    def _unpack(self, token: _Token) -> torch.Tensor:
+        number = token.number
+        self.note(What.READ, number)
+        if token.real is not None:
+            self.note(What.DROP, number)
+            return token.real
+        shape, stride, dtype, device = token.layout
+        with self._pretend.fakes:
+            made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        dropped = partial(self._dropped, number)
+        self._refs["read", number, len(self._tape.events)] = weakref.ref(made.untyped_storage(), dropped)
+        return made
+
+    def _dropped(self, number: int, _: object) -> None:
+        self.note(What.DROP, number)
+
+    # --- modules and calls ---
+
+    @contextmanager
+    def _following(self, modules: nn.ModuleList) -> Generator[None]:
+        """Follows the forward: its modules, its calls, and what autograd saves."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._hook, self._unpack))
+            for path, module in modules.named_modules():
+                if path:
+                    enter = partial(self._enter, path)
+                    stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+                    stack.callback(module.register_forward_hook(self._leave, always_call=True).remove)
+            stack.enter_context(_Calls(self))
+            yield
+
+    def _enter(self, path: str, module: nn.Module, *given: Any) -> None:
+        if transforming():  # in `vmap` one tensor stands for several
+            return
+        tensors = _torch.tensors_in(given)
+        if self._names is not None:
+            self._names.enter(_within(path), tensors)
+        nbytes = sum(int(buffer.nbytes) for part in module.modules() for buffer in _small_buffers(part))
+        self.note(What.ENTER, len(self._tape.modules))
+        self._stack.append((path, len(self._tape.modules)))
+        self._tape.modules.append(ModuleCall(path, self._numbers_of(tensors), nbytes))
+
+    def _leave(self, _: nn.Module, _given: Any, result: Any) -> None:
+        if transforming() or not self._stack:
+            return
+        path, number = self._stack.pop()
+        if self._names is not None:
+            self._names.leave(_within(path), result)
+        self.note(What.LEAVE, number)
+
+    @property
+    def within_call(self) -> bool:
+        """Whether a call that a region may keep is running."""
+        return self._within > 0
+
+    def keepable(self, kind: str, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Runs a call that a region may keep, or a decision that it may carry."""
+        kinds = (kind, PRODUCT) if kind == DOWN else (kind,)
+        path = self._stack[-1][0] if self._stack else ""
+        named = kind != DECISION and self._names is not None and path
+        candidate = self._names.call(_within(path), kind) if named and self._names is not None else None
+        paths = tuple(path for path, _ in self._stack)
+        call = KeepableCall(kinds, paths, self._numbers_of((args, kwargs)), candidate)
+        number = len(self._tape.calls)
+        self._tape.calls.append(call)
+        self.note(What.BEGIN, number)
+        self._within += 1
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self._within -= 1
+        call.results = self._numbers_of(result)
+        self.note(What.END, number)
+        return result
+
+
+def _small_buffers(module: nn.Module) -> Iterator[torch.Tensor]:
+    """The buffers of a module in training that a region copies."""
+    return (b for b in module.buffers(recurse=False) if module.training and b.nbytes <= SMALL)
+
+
+def _within(path: str) -> str:
+    """A path below the segment, of one below the list that holds it."""
+    return path.partition(".")[2]
+
+
+class _Calls(TorchFunctionMode):
+    """Shows the recorder the calls that a region may keep, and makes decisions as a region that carries them."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs, recorder = kwargs or {}, self._recorder
+        if transforming() or recorder.within_call or "out" in kwargs:
+            return func(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            with self:
+                return attention_in_parts(*args, **kwargs)
+        kind = kind_of(func, args, kwargs)
+        if kind is not None:
+            return recorder.keepable(kind, func, args, kwargs)
+        if recorder.carries and not in_checkpoint():
+            return carried(func, args, kwargs, lambda decide: partial(self._decided, decide))
+        return func(*args, **kwargs)
+
+    def _decided(self, decide: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._recorder.keepable(DECISION, decide, args, kwargs)
