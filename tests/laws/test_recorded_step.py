@@ -40,6 +40,7 @@ NO_RECORD = {
     "storages that are emptied": "it resizes the memory of tensors",
     "layers that return an attribute": "its modules hold other tensors in attributes",
     "spectral norm by hooks": "its modules hold other tensors in attributes",
+    "reversible blocks": "its modules hold other tensors in attributes",
 }
 NO_REGION = {"torch.func.grad", "torch.func.grad, in tiles"}
 # A replay gives the modules of these rows the buffers of the forward back, in operations of its own.

@@ -21,8 +21,6 @@ from torch_recompute.simulation.devices import DEVICES
 from torch_recompute.simulation.step import simulate_step
 from torch_recompute.simulation.training_step import TrainingStep, states_of
 
-pytestmark = pytest.mark.usefixtures("few_choices")
-
 BLOCK = 256
 Registered = Callable[[nn.Module], list[torch.optim.Optimizer]]
 

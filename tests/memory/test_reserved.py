@@ -20,8 +20,6 @@ from torch_recompute.planner.longest import Longest
 from torch_recompute.planner.planner import Planner
 from torch_recompute.simulation.training_step import TrainingStep
 
-pytestmark = pytest.mark.usefixtures("few_choices")
-
 MIB, GIB = 2**20, 2**30
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 

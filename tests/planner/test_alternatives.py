@@ -21,7 +21,6 @@ from torch_recompute.planner.planner import Planner
 from torch_recompute.planner.states import OptimizerSpec
 from torch_recompute.simulation.training_step import OPTIMIZERS, TrainingStep
 
-pytestmark = pytest.mark.usefixtures("few_choices")
 STEPS: dict[str, dict[str, Any]] = {
     "over lists": {"optimizer": "adamw"},
     "fused": {"optimizer": "adamw-fused"},

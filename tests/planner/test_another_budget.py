@@ -16,9 +16,8 @@ import torch
 from torch import nn
 
 from support.zoo import mean_loss
-from torch_recompute import ArgumentError, BudgetError, Plan, Profile, Ranks, apply, make_plan, profile, solve
-from torch_recompute.planner import planner
-from torch_recompute.simulation.training_step import TrainingStep
+from torch_recompute import ArgumentError, BudgetError, Profile, Ranks, apply, make_plan, profile, solve
+from torch_recompute.planner import options, planner
 
 
 class Layer(nn.Module):
@@ -45,16 +44,17 @@ STEP: dict[str, Any] = {"loss": mean_loss, "optimizer": "adamw"}
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The parts of the planner that ran, in their order."""
     found: list[str] = []
-    for name in ("simulate_step", "attempt", "capture", "clock"):
-        plain = getattr(planner, name)
-        monkeypatch.setattr(planner, name, lambda *a, _f=plain, _n=name, **k: found.append(_n) or _f(*a, **k))
+    for name in ("simulate_step", "record", "capture", "clock"):
+        place = options if name == "record" else planner
+        plain = getattr(place, name)
+        monkeypatch.setattr(place, name, lambda *a, _f=plain, _n=name, **k: found.append(_n) or _f(*a, **k))
     return found
 
 
 def test_a_profile_serves_another_budget(ran: list[str]) -> None:
-    """Its plans are simulated, nothing is captured or tried again, and the same budget costs nothing."""
+    """Its plans are simulated, nothing is captured or recorded again, and the same budget costs nothing."""
     costs = profile(built(), X, **STEP)
-    assert {*ran} == {"simulate_step", "attempt", "capture", "clock"}
+    assert {*ran} == {"simulate_step", "record", "capture", "clock"}
     ran.clear()
     plans = [costs.solve(budget=share) for share in (0.2, 0.6)]
     assert {*ran} == {"simulate_step", "clock"}
@@ -72,7 +72,7 @@ def test_a_second_plan_is_made_again(ran: list[str]) -> None:
         make_plan(model, X, budget=0.4, device="h100", **STEP)
         parts.append([*ran])
     assert parts[0] == parts[1]
-    assert {"simulate_step", "attempt", "capture"} <= {*parts[0]}
+    assert {"simulate_step", "record", "capture"} <= {*parts[0]}
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -136,39 +136,6 @@ def test_a_profile_of_a_model_with_a_plan_in_it_says_so() -> None:
         costs.solve(budget=0.6)
     handle.remove()
     assert costs.solve(budget=0.6).choices
-
-
-def test_a_first_layer_tries_what_was_best_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer that differs by its input's gradient alone tries the ways kept for the others, and plans are the same."""
-    layers = (nn.TransformerEncoderLayer(8, 2, 32, dropout=0.0, batch_first=True) for _ in range(3))
-    model, x = nn.Sequential(*layers), torch.randn(2, 16, 8)
-    tries: list[int] = []
-    plain_attempt = planner.attempt
-    monkeypatch.setattr(
-        planner,
-        "attempt",
-        lambda call, *rest, **how: tries.append(len(call.steps)) or plain_attempt(call, *rest, **how),
-    )
-
-    def plans() -> tuple[int, list[Plan]]:
-        tries.clear()
-        step = TrainingStep.of("make_plan", model, x, None, mean_loss, device="h100")
-        made = planner.Planner(step)
-        found = [made.plan(budget) for budget in (0.1, 0.4, 0.7)]
-        return tries.count(1), found
-
-    shared, found = plans()
-    capture = planner.capture
-
-    def apart(*args: object) -> object:
-        captured = capture(*args)
-        captured.likes = {kind: kind for kind in captured.likes}
-        return captured
-
-    monkeypatch.setattr(planner, "capture", apart)
-    alone, wanted = plans()
-    assert found == wanted
-    assert shared < alone
 
 
 def test_no_plan_keeps_a_model_alive() -> None:

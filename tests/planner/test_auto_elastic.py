@@ -17,7 +17,7 @@ from torch_recompute.simulation.devices import Roofline
 
 pytest.importorskip("numpy", reason="numpy is not installed (planning needs it)")
 
-pytestmark = pytest.mark.usefixtures("few_choices", "given_prices")
+pytestmark = pytest.mark.usefixtures("given_prices")
 
 WIDTH, ROWS, LAYERS = 32, 64, 4
 

@@ -39,8 +39,6 @@ from torch_recompute.planner.plan_file import made_for
 from torch_recompute.report import report
 from torch_recompute.simulation.training_step import OPTIMIZERS, TrainingStep
 
-pytestmark = pytest.mark.usefixtures("few_choices")
-
 
 class Net(nn.Module):
     """Three layers that may be masked."""

@@ -28,8 +28,6 @@ from torch_recompute.planning import plan_first_call
 
 pytest.importorskip("numpy", reason="numpy is not installed (planning needs it)")
 
-pytestmark = pytest.mark.usefixtures("few_choices")
-
 WIDTH, LAYERS = 32, 4
 
 

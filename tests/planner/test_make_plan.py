@@ -196,6 +196,32 @@ def test_parts_of_a_part_are_recomputed_by_themselves() -> None:
     assert both.saved_bytes < min(one.saved_bytes, other.saved_bytes)
 
 
+def test_choices_grow_in_number_with_the_parts_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a layer of many parts some combinations are evaluated, twice as many for twice the parts, and plans hold."""
+
+    class Parts(nn.Module):
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(number))
+            for i in range(number):
+                self.add_module(f"part_{i}", nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for i, norm in enumerate(self.norms):
+                x = x + self.get_submodule(f"part_{i}")(norm(x))
+            return x
+
+    evaluated = list[int]()
+    plain = planner_options.evaluate
+    monkeypatch.setattr(planner_options, "evaluate", lambda *a: evaluated.append(1) or plain(*a))
+    counts = list[int]()
+    for number in (2, 4, 8):
+        evaluated.clear()
+        segment_options(Parts(number), torch.randn(4, 16, requires_grad=True)).evaluated()
+        counts.append(len(evaluated))
+    assert 50 < counts[0] < counts[1] < counts[2] < 3 * counts[1]
+
+
 def test_products_of_one_module_are_kept_apart_where_one_narrows() -> None:
     """What `@down` keeps in a module is read from its record, and a step with it keeps its promise."""
     torch.manual_seed(0)

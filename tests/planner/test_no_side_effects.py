@@ -36,8 +36,6 @@ from torch_recompute._torch.storages import is_fake
 
 numpy = pytest.importorskip("numpy", reason="numpy is not installed (planning needs it)")
 
-pytestmark = pytest.mark.usefixtures("few_choices")
-
 WIDTH = 16
 
 

@@ -27,8 +27,6 @@ from torch_recompute.integrations.policies import check_loop
 from torch_recompute.memory.loop import Loop
 from torch_recompute.simulation.training_step import any_loss
 
-pytestmark = pytest.mark.usefixtures("few_choices")
-
 SEEN = 64  # bytes: numbers that an optimizer makes where no mode watches
 VOCABULARY = 4096
 

@@ -39,7 +39,7 @@ from torch_recompute.simulation.step import simulate_step
 from torch_recompute.simulation.training_step import TrainingStep
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.usefixtures("few_choices")
+
 
 TOKENS = 64
 SIZES = {
@@ -154,7 +154,7 @@ def test_layers_that_do_not_divide_evenly() -> None:
 
 
 @pytest.fixture(scope="module")
-def planner(few_choices: None) -> LayoutPlanner:
+def planner() -> LayoutPlanner:
     layout = Layout(Ranks(tp=2, pp=2, vpp=2, dp=2, sequence_parallel=True), batch=16)
     return LayoutPlanner(built(), "MODEL", layout, TOKENS, "adamw", "h100")
 

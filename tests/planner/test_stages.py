@@ -27,8 +27,6 @@ from torch_recompute.simulation import Moment
 from torch_recompute.simulation.devices import DEVICES
 from torch_recompute.simulation.training_step import TrainingStep
 
-pytestmark = pytest.mark.usefixtures("few_choices")
-
 PATHS = [f"layers.{i}" for i in range(8)]
 
 

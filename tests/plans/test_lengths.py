@@ -14,8 +14,6 @@ from torch_recompute import ArgumentError, Plan, apply, make_plan, measure, simu
 from torch_recompute.planner import sizes
 from torch_recompute.planner.sizes import FINENESS, Lengths, longest
 
-pytestmark = pytest.mark.usefixtures("few_choices")
-
 NAMES = ("ids", "mask")
 
 

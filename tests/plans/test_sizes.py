@@ -19,8 +19,6 @@ from support.replicas import replicas
 from support.zoo import mean_loss
 from torch_recompute import ArgumentError, BudgetError, Choice, Plan, SizeClass, apply, make_plan, measure, simulate
 
-pytestmark = pytest.mark.usefixtures("few_choices")
-
 WIDTH, BATCH = 32, 2
 SIZES = (16, 48, 128)
 

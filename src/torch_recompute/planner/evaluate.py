@@ -1,4 +1,4 @@
-"""What a segment takes under any regions, read from the record of one run.
+"""Reads from the record of one run of a segment what it takes under any regions.
 
     figures = evaluate(tape, choices)
 
@@ -31,7 +31,7 @@ MAKE, FREE, SAVE, READ, RELEASE, DROP, ENTER, LEAVE, BEGIN, END = map(int, What)
 
 @dataclass(frozen=True)
 class Figures:
-    """What a segment takes under some choices; bytes are those of `Option`.
+    """The figures of a segment under some choices; bytes are those of `Option`.
 
     Attributes:
         replayed: How often each of `Tape.keys` runs again.

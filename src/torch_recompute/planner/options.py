@@ -93,7 +93,9 @@ class SegmentOptions:
         self._carrying = self.priced
         if self.segment.carrying is not self.segment.tape:
             self._carrying = PricedTape(self.segment.carrying, price)
-        self.plain = self._option((), evaluate(self.segment.tape, ()), self.priced, self.priced)
+        self.plain = self.of(())
+        if self.segment.tape.why_not:
+            self.plain = self.tried(()) or self.plain
         self._seen: dict[tuple[tuple[str, ...], frozenset[int]], Choice] = {}
 
     @property
@@ -206,25 +208,28 @@ class SegmentOptions:
 
         It refuses to keep a call whose result the model changes in place, and keeps none within other hooks.
         """
+        found = self._attempted(self._call, self._placed(regions))
+        return None if found is None else self._of_trial(regions, found)
+
+    def _attempted(self, call: SegmentCall, placed: Sequence[Choice]) -> Tried | None:
         try:
             with warnings.catch_warnings(), self._captured.running():
                 warnings.filterwarnings("error", ".* within saved-tensor hooks that it enters itself", RuntimeWarning)
                 warnings.filterwarnings("ignore", ".*, so what it decides is not carried", RuntimeWarning)  # said later
-                found = attempt(self._call, self._placed(regions), self._captured.pretend, frees=self._frees)
+                return attempt(call, placed, self._captured.pretend, frees=self._frees)
         except (errors.RecomputeError, RuntimeWarning):
             return None
-        return self._of_trial(regions, found)
 
-    def _of_trial(self, regions: tuple[Choice, ...], found: Tried) -> Option:
+    def _of_trial(self, regions: tuple[Choice, ...], found: Tried, span: int = 1) -> Option:
         counts = Counter(found.ops)
         for key, count in self.priced.tape.counts.items():
-            counts[self.priced.tape.keys[key]] -= count
+            counts[self.priced.tape.keys[key]] -= span * count
         device = sum(self._price(op) * count for op, count in counts.items())
         launched = sum(count for op, count in counts.items() if not op.in_host_memory)
         flops = sum(op.flops * count for op, count in counts.items())
         levels = found.saved_bytes, found.forward_bytes, found.backward_bytes
         kept = found.calls, found.watched
-        return self._made(regions, levels, Work(device, launched), flops, kept, host_bytes=found.host_bytes)
+        return self._made(regions, levels, Work(device, launched), flops, kept, span, found.host_bytes)
 
     # --- of several segments ---
 
@@ -234,25 +239,28 @@ class SegmentOptions:
         From three on, each more adds the same to all figures of a group: records of three and four say those of more.
         """
         start, numbers = spans(self._captured, self._captured.kinds[self._number])
-        recorded: dict[int, tuple[PricedTape, PricedTape, tuple[str, ...]]] = {}
+        recorded: dict[int, tuple[PricedTape, PricedTape]] = {}
 
-        def option(region: Choice, span: int) -> Option:
-            if span not in recorded:
-                doing(f"trying one region for {counted(span, 'segment')}")
-                call, paths = group(self._captured, start, span)
-                segment = self._recorded(call)
-                tapes = PricedTape(segment.tape, self._price), PricedTape(segment.carrying, self._price)
-                recorded[span] = *tapes, paths
-            plain, carrying, paths = recorded[span]
+        def option(region: Choice, span: int) -> Option | None:
+            call, paths = group(self._captured, start, span)
             placed = self._placed([region], paths)
+            if self.segment.tape.why_not:
+                found = self._attempted(call, placed)
+                return None if found is None else self._of_trial((region,), found, span)
+            if span not in recorded:
+                doing(f"recording {counted(span, 'segment')} in one region")
+                segment = self._recorded(call)
+                recorded[span] = PricedTape(segment.tape, self._price), PricedTape(segment.carrying, self._price)
+            plain, carrying = recorded[span]
             by = carrying if placed[0].carry else plain
             return self._option((region,), evaluate(by.tape, placed), by, plain, span)
 
         for region in regions_of_groups(self.candidates.kinds) if numbers else ():
-            yield from (option(region, span) for span in numbers[: 2 if region.nested else 1])
+            found = [option(region, span) for span in numbers[: 2 if region.nested else 1]]
             if region.nested and numbers[2:]:
                 three, four = option(region, 3), option(region, 4)
-                yield from (self._grown(three, four, span) for span in numbers[2:])
+                found += [self._grown(three, four, span) for span in numbers[2:] if three and four]
+            yield from filter(None, found)
 
     def _grown(self, three: Option, four: Option, span: int) -> Option:
         """The option of a group of more segments than four."""

@@ -604,7 +604,8 @@ class Planner:
                 wait = self._waited(segment, here)
                 beside = here.host_bytes if here.offload else 0  # of its neighbour, which leaves or comes meanwhile
                 levels = here.forward_bytes + beside, here.backward_bytes + beside
-                yield replace(here, forward_bytes=levels[0], backward_bytes=levels[1], seconds=here.seconds + wait)
+                seconds = here.seconds + wait
+                yield replace(here, forward_bytes=levels[0], backward_bytes=levels[1], seconds=seconds)
 
 
 def _for_all_calls(segments: Mapping[str, SegmentOptions], options: dict[str, list[Option]]) -> None:

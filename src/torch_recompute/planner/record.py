@@ -73,7 +73,7 @@ class What(IntEnum):
 
 
 class Values(IntEnum):
-    """What an operation needs of a tensor that may have a shape alone (`engine/shape_only.py`)."""
+    """The values that an operation needs of a tensor which may have a shape alone (`engine/shape_only.py`)."""
 
     ALL = 0
     ITS_OWN = 1  # it works element by element: of a tensor without values it makes another one
@@ -216,7 +216,7 @@ class Tape:
 
     @cached_property
     def counts(self) -> dict[int, int]:
-        """How often each of `keys` ran in the segment's forward and backward."""
+        """Counts of each of `keys` in the segment's forward and backward."""
         found: dict[int, int] = {}
         for op in self.ops:
             if op.key >= 0 and not op.surrounding:

@@ -60,7 +60,6 @@ class CapturedCall:
     paths: list[str] = field(default_factory=list[str])
     calls: list[SegmentCall] = field(default_factory=list[SegmentCall])
     kinds: list[str] = field(default_factory=list[str])  # segments of one kind are alike
-    likes: dict[str, Any] = field(default_factory=dict[str, Any])  # of kinds, what those share that ran the same
     chained: list[bool] = field(default_factory=list[bool])  # whether it is given the result of the one before
 
     @contextmanager
@@ -173,12 +172,11 @@ class _Capture:
             ((module, leaves, _build),) = call.steps
             grads = tuple(isinstance(x, torch.Tensor) and x.requires_grad for x in (*leaves, *module.parameters()))
             names = tuple(name for name, _ in module.named_modules())  # by which parts are chosen
-            like = tuple(ops), names, grads[len(leaves) :], module.training, path if times[path] > 1 else ""
-            kind = str(numbers.setdefault((like, grads), len(numbers)))
+            like = tuple(ops), names, grads, module.training, path if times[path] > 1 else ""
+            kind = str(numbers.setdefault(like, len(numbers)))
             captured.paths.append(path)
             captured.calls.append(call)
             captured.kinds.append(kind)
-            captured.likes[kind] = like
             captured.chained.append(chained and times[path] == 1)
 
 
