@@ -5,7 +5,7 @@ launch besides; a collective that of the bytes that a ring sends and receives ov
 are those of the makers' data sheets (dense, without sparsity), less a share that well-written kernels do not reach.
 
 A device runs what its host launches, so a step has a cost on both sides (`Work`), and `Host.seconds` is the one rule
-that makes seconds of it, for guesses, options, bounds, plans and stated configurations alike:
+that makes seconds of it, for options, bounds, plans and stated configurations alike:
 
     a part of a step takes      max(seconds of its operations on the device, seconds in which the host launches them)
     a step takes                the sum over its parts, and the optimizer's step
