@@ -22,7 +22,7 @@ from typing import NamedTuple
 from ..plan.choice import Choice
 from ..planner.bound import selection
 from ..planner.cost import Costs, Graph, Kind, Node, Option, Segment
-from ..planner.solve import choose, smallest
+from ..planner.solve import Solver
 from .joint import Joint, Lives
 
 SMALL = 0.002  # of the largest value: what may cross a cut besides the one
@@ -135,9 +135,10 @@ class Chooser:
                 for index, (kind, span) in enumerate(zip(self._kinds, self._spans, strict=True))
             ),
         )
-        narrow = smallest(self._costs)
+        self._solver = Solver(self._costs)
+        narrow = self._solver.smallest
         self._room = narrow.peak_bytes
-        wider = (choose(self._costs, int(self._room * more)).options for more in WIDER)  # counted, one may be smaller
+        wider = (self._solver.choose(int(self._room * more)).options for more in WIDER)  # counted, one may be smaller
         self._narrow = min(map(self._count, (narrow.options, *wider)), key=lambda one: one.peak)
         several = [kind for kind in self._kinds if len(self._ways[kind]) > 1]
         alone = cut and len(several) == len({*several})
@@ -155,7 +156,7 @@ class Chooser:
         low, high = self._room, 2 * max(budget, self._room)
         for _ in range(TRIES):
             room = (low + high) // 2
-            tried = self._count(choose(self._costs, room).options)
+            tried = self._count(self._solver.choose(room).options)
             if tried.peak <= budget:
                 best, low = tried, room
             else:

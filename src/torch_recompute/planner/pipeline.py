@@ -42,7 +42,7 @@ from .planner import Planner, calibrate
 from .rank_memory import RankMemory, RankPeak, StageBytes
 from .schedules import FORWARD, INPUTS, REDUCE, WEIGHTS, Pipeline, Schedule, ScheduleStep, in_flight, schedule_steps
 from .sent import Price, parts_of
-from .solve import choices_of, choose, planned, smallest, waiting
+from .solve import Solver, choices_of, planned, smallest, waiting
 from .stage_runs import StageRun, StageRunner
 
 ROUNDS, BISECTIONS = 8, 10
@@ -303,17 +303,18 @@ class RankPlanner(PipelineRank):
         """
         step = self.memory.fullest(tried.bytes)
         costs = self._costs(tried, step)
+        solver = Solver(costs)
         single = {stage: self._calibrated(tried, stage, LIFT) for stage in self.stages}
-        room = budget + self._estimated(tried, tried.chosen, single) - tried.peak.bytes
+        room = budget + self._estimated(tried, tried.chosen, single).bytes - tried.peak.bytes
         fits: Chosen | None = None
         low, too_much = budget, budget + 1
         for _ in range(BISECTIONS):
             target = low if fits is None else (low + too_much) // 2
             try:
-                chosen = self._chosen(costs, step, choose(costs, target))
+                chosen = self._chosen(costs, step, solver.choose(target))
             except errors.BudgetError:
                 break
-            excess = self._estimated(tried, chosen, single) - room
+            excess = self._estimated(tried, chosen, single).bytes - room
             if excess <= 0:
                 fits, low = chosen, target
                 if target >= too_much - 1:
@@ -322,18 +323,24 @@ class RankPlanner(PipelineRank):
                 too_much = target
                 low = target - excess if fits is None else low
         if fits is None:
-            fits = self._chosen(costs, step, smallest(costs))
-            if self._estimated(tried, fits, single) > room:
+            fits = self._chosen(costs, step, solver.smallest)
+            if self._estimated(tried, fits, single).bytes > room:
                 return None
-        kinds = self._of.profile.costs.kinds
+        kinds, level = self._of.profile.costs.kinds, self._estimated(tried, fits, single)
         for stage in reversed(self.stages):
             for place, segment in reversed(list(enumerate(self._of.segments(stage)))):
                 before = fits[stage][place]
                 cheaper = [o for o in kinds[segment.kind].options if o.span == 1 and o.seconds < before.seconds]
                 for option in sorted(cheaper, key=lambda o: o.seconds) if before.span == 1 else ():
+                    full = level.step
+                    if full is not None and full.action.stage != stage:  # where it adds what waiting microbatches keep
+                        added = full.whole(stage) * (option.saved_bytes - before.saved_bytes)
+                        if level.bytes + added > room:
+                            continue
                     other = {**fits, stage: (*fits[stage][:place], option, *fits[stage][place + 1 :])}
-                    if self._hosts(other) and self._estimated(tried, other, single) <= room:
-                        fits = other
+                    peak = self._estimated(tried, other, single)
+                    if self._hosts(other) and peak.bytes <= room:
+                        fits, level = other, peak
                         break
         return fits
 
@@ -346,7 +353,7 @@ class RankPlanner(PipelineRank):
         host = self._of.profile.costs.host_memory
         return host is None or host.bytes is None or self.memory.most_hosted(self._hosted(chosen)) <= host.bytes
 
-    def _estimated(self, tried: TriedPlan, chosen: Chosen, single: Mapping[int, Costs]) -> int:
+    def _estimated(self, tried: TriedPlan, chosen: Chosen, single: Mapping[int, Costs]) -> RankPeak:
         """The peak of the rank under some options, from what was tried under others and the costs of its stages."""
         stages: dict[int, StageBytes] = {}
         for stage, found in tried.bytes.items():
@@ -360,7 +367,7 @@ class RankPlanner(PipelineRank):
                 own={(kind, g): nbytes - found.own[kind, True] + new[kind] for (kind, g), nbytes in found.own.items()},
                 after={key: nbytes - found.own[key[0], True] + new[key[0]] for key, nbytes in found.after.items()},
             )
-        return self.memory.peak(stages).bytes
+        return self.memory.peak(stages)
 
     @cached_property
     def least(self) -> TriedPlan:

@@ -228,20 +228,54 @@ def _what(option: Option) -> str:
 
 
 def choose(costs: Costs, budget: int) -> Solution:
-    """The choice that fits into a budget and costs the fewest seconds; `Solution.solver` says how exact it is.
+    """The choice that fits into a budget and costs the fewest seconds; see `Solver`, which serves several budgets."""
+    return Solver(costs).choose(budget)
+
+
+def smallest(costs: Costs) -> Solution:
+    """The choice with the least peak, and of those the one that costs the fewest seconds."""
+    return Solver(costs).smallest
+
+
+def frontier(costs: Costs, most: int = 200) -> list[Solution]:
+    """The curve of budget against seconds: at most so many choices, by rising peak and falling seconds."""
+    return Solver(costs).frontier(most)
+
+
+class Solver:
+    """The choices that some costs leave; their curves know no budget, and are made once.
 
     Args:
         costs: What there is to choose from.
-        budget: The most bytes that may live at any time of the step.
 
     Raises:
-        BudgetError: Nothing fits; it carries the least budget for which something does, and the choice that does.
-        ArgumentError: Numpy is not installed, or the costs are invalid.
+        ArgumentError: Numpy is not installed.
     """
-    curves = _curves(costs)
-    if all(curve.least > budget for curve in curves):
-        solution, said = _smallest(curves), budget.said if isinstance(budget, Limit) else Limit(budget).said
-        moment = peak(costs, solution.options)
+
+    def __init__(self, costs: Costs) -> None:
+        self._costs, self._curves = costs, _curves(costs)
+
+    @property
+    def smallest(self) -> Solution:
+        """The choice with the least peak, and of those the one that costs the fewest seconds."""
+        return min(
+            (curve.at(0) for curve in self._curves), key=lambda solution: (solution.peak_bytes, *_by_cost(solution))
+        )
+
+    def choose(self, budget: int) -> Solution:
+        """The choice that costs the fewest seconds; `Solution.solver` says how exact it is.
+
+        Args:
+            budget: The most bytes that may live at any time of the step.
+
+        Raises:
+            BudgetError: Nothing fits; it carries the least budget for which something does, and the choice that does.
+        """
+        fitting = [curve for curve in self._curves if curve.least <= budget]
+        if fitting:
+            return min((curve.within(budget) for curve in fitting), key=_by_cost)
+        solution, said = self.smallest, budget.said if isinstance(budget, Limit) else Limit(budget).said
+        moment = peak(self._costs, solution.options)
         exact = "" if moment.bytes < 2**10 else f" ({moment.bytes} bytes)"
         least = errors.size(moment.bytes, up=True)
         text = (
@@ -253,23 +287,15 @@ def choose(costs: Costs, budget: int) -> Solution:
             ".solution of this error, and its bytes are .smallest."
         )
         raise errors.BudgetError(text, moment.bytes, solution)
-    fitting = [curve for curve in curves if curve.least <= budget]
-    return min((curve.within(budget) for curve in fitting), key=_by_cost)
 
-
-def smallest(costs: Costs) -> Solution:
-    """The choice with the least peak, and of those the one that costs the fewest seconds."""
-    return _smallest(_curves(costs))
-
-
-def frontier(costs: Costs, most: int = 200) -> list[Solution]:
-    """The curve of budget against seconds: at most so many choices, by rising peak and falling seconds."""
-    points = [point for curve in _curves(costs) for point in curve.points(most)]
-    falling: list[Solution] = []
-    for point in sorted(points, key=lambda point: (point.peak_bytes, *_by_cost(point))):
-        if not falling or _by_cost(point)[:2] < _by_cost(falling[-1])[:2]:
-            falling.append(point)
-    return falling
+    def frontier(self, most: int) -> list[Solution]:
+        """The curve of budget against seconds, see `frontier`."""
+        points = [point for curve in self._curves for point in curve.points(most)]
+        falling: list[Solution] = []
+        for point in sorted(points, key=lambda point: (point.peak_bytes, *_by_cost(point))):
+            if not falling or _by_cost(point)[:2] < _by_cost(falling[-1])[:2]:
+                falling.append(point)
+        return falling
 
 
 def untied(costs: Costs) -> tuple[tuple[str, str], ...]:
@@ -288,10 +314,6 @@ def _curves(costs: Costs) -> list[_Curve]:
 
 def _options(costs: Costs) -> list[Option]:
     return [option for kind in costs.kinds.values() for option in kind.options]
-
-
-def _smallest(curves: Sequence[_Curve]) -> Solution:
-    return min((curve.at(0) for curve in curves), key=lambda solution: (solution.peak_bytes, *_by_cost(solution)))
 
 
 def _by_cost(solution: Solution) -> tuple[float, int, int]:
