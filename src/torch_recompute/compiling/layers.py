@@ -116,7 +116,7 @@ def _compiled(kind: type[nn.Module]) -> type[nn.Module]:
             return kind.forward(self, *args, **kwargs)
         tensors = [fake_on(fakes, x) for x in (*named.values(), *leaves) if isinstance(x, torch.Tensor)]
         others = tuple(None if isinstance(x, torch.Tensor) else x for x in leaves)
-        device = tuple(getattr(mode, "capability", None) for mode in function_modes())
+        device = tuple(mode.capability for mode in function_modes() if hasattr(mode, "capability"))
         shared = getattr(self, ONE_GRAPH)
         key = device, repr((others, spec)), tuple(map(_layout, tensors)), self.training, shared
         if key not in known:
