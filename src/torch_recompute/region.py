@@ -393,6 +393,7 @@ def keep(
         return kept_in_graph(fn, args, kwargs)
     now = thread.run
     if now is None:
+        thread.plain_calls += 1
         return fn(*args, **kwargs) if store is None else _keep_outside(store, name, fn, args, kwargs)
     pack, hooks = getattr(now, "pack", None), ambient_hooks()
     if pack is not None and hooks is not None and hooks[0] != pack:

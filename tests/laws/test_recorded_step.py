@@ -41,10 +41,19 @@ NO_RECORD = {
     "layers that return an attribute": "its modules hold other tensors in attributes",
     "spectral norm by hooks": "its modules hold other tensors in attributes",
     "reversible blocks": "its modules hold other tensors in attributes",
+    "a buffer that is replaced": "its modules hold other tensors in attributes",
+    "a gradient in the forward": "it runs a backward in its forward",
+    "a saved call of its own": "it calls functions that do something else in a region",
+    "a choice of its own": "it calls functions that do something else in a region",
+    "a function that keeps its result": "something holds a tensor of its forward",
+    "a backward that runs a part": "its backward runs a forward",
 }
 NO_REGION = {"torch.func.grad", "torch.func.grad, in tiles"}
 # A replay gives the modules of these rows the buffers of the forward back, in operations of its own.
-PUTS_BACK = {"deepseek_v3", "odd: u-net", "odd: spectral norm"}
+PUTS_BACK = {
+    *("deepseek_v3", "odd: u-net", "odd: spectral norm"),
+    *("odd: tables in attributes", "odd: a large buffer", "odd: buffers in evaluation"),
+}
 ROWS = [
     *(pytest.param(name, id=name, marks=[] if name in FEW else [pytest.mark.nightly]) for name in ZOO),
     *(pytest.param(f"odd: {name}", id=f"odd: {name}") for name in ODD),

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from support.models import InTurn, Made
+from torch_recompute import no_recompute, replay
 
 WIDTH = 16
 Loss = Callable[[Any], torch.Tensor]
@@ -600,7 +601,142 @@ CALLS: dict[str, Odd] = {
     "layers that return a list that it is given": Odd(partial(reads, "a list that it is given"), (0.5, 0.01)),
     "layers that return a dataclass": Odd(partial(reads, "a dataclass"), (0.5, 0.01)),
 }
-ODD = {**VALUES, **CALLS}
+
+
+# --- layers that hold something, change something, or are more than their operations ---
+
+
+def holds(does: Callable[..., torch.Tensor], *, evaluates: bool = False, rows: int = 256, **parts: Any) -> Odd:
+    """A row of three layers that do something around two linear ones; parts are made anew for each by a function."""
+
+    def layer() -> nn.Module:
+        made = {name: part() for name, part in parts.items()}
+        buffers = {name: made.pop(name) for name in [*made] if name.startswith("buffer")}
+        module = Made(does, buffers, up=nn.Linear(WIDTH, 64), down=nn.Linear(64, WIDTH), **made)
+        return module.eval() if evaluates else module
+
+    return in_turn(layer, rows, WIDTH)
+
+
+def changes_product(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """Changes the result of a product in place, as many a ReLU does."""
+    return x + m.down(F.relu(m.up(x), inplace=True))
+
+
+def changes_argument(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """Gives a part what it then changes in place."""
+    h = x * 2
+    y = m.part(h)
+    h += 1
+    return x + y
+
+
+def replaces_buffer(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """Has a new buffer after each call."""
+    h = m.up(x)
+    m.buffer_mean = m.buffer_mean * 0.9 + h.detach().mean(0) * 0.1
+    return x + m.down((h * m.buffer_mean.sigmoid()).tanh())
+
+
+def differentiates_itself(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """Takes a gradient in its forward."""
+    with torch.enable_grad():
+        at = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(m.up(at).tanh().sum(), at)
+    return x + m.down(m.up(x).tanh()) * slope
+
+
+def casts(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """Enters autocast."""
+    with torch.autocast("cpu", torch.bfloat16):
+        h = m.down(F.gelu(m.up(x)))
+    return x + h.float()
+
+
+class KeepsItsResult(torch.autograd.Function):
+    """Keeps its result in an attribute of its context, which leads back to it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.y = x.exp()
+        return ctx.y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0] * ctx.y
+
+
+class RunsAgain(torch.autograd.Function):
+    """Runs a module in its forward without grad, and in its backward with."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, module: nn.Module, *_: torch.Tensor) -> torch.Tensor:
+        ctx.module = module
+        ctx.save_for_backward(x)
+        return module(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.module(x)
+        torch.autograd.backward(y, grads)
+        return x.grad, None, *(None for _ in ctx.module.parameters())
+
+
+class Hooked(nn.Module):
+    """A part with hooks that compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = narrow()
+        self.mlp.register_forward_pre_hook(lambda _, given: (given[0].tanh(),))
+        self.mlp.register_forward_hook(lambda _, given, out: out * 1.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(x)
+
+
+def scaled() -> nn.Module:
+    """A product with two tables in attributes, which share their memory."""
+    tables = torch.rand(2, 64)
+    return Made(
+        lambda m, x: m.down((m.up(x) * m.first * m.second).tanh()),
+        up=nn.Linear(WIDTH, 64),
+        down=nn.Linear(64, WIDTH),
+        first=tables[0],
+        second=tables[1],
+    )
+
+
+HOLDS: dict[str, Odd] = {
+    "a product that is changed in place": holds(changes_product),
+    "an argument that is changed in place": holds(
+        changes_argument, part=lambda: Made(lambda m, x: m.inner(x + 1), inner=narrow())
+    ),
+    "tables in attributes": in_turn(lambda: Made(lambda m, x: x + m.a(x) + m.b(x), a=scaled(), b=scaled()), 256, WIDTH),
+    "a large buffer": holds(
+        lambda m, x: x + m.down((m.up(x) * m.buffer_table).tanh()), rows=600, buffer_table=lambda: torch.rand(600, 64)
+    ),
+    "buffers in evaluation": holds(
+        lambda m, x: x + m.down(m.norm(m.up(x)).relu()), evaluates=True, norm=lambda: nn.BatchNorm1d(64)
+    ),
+    "a buffer that is replaced": holds(replaces_buffer, buffer_mean=lambda: torch.zeros(64)),
+    "a gradient in the forward": holds(differentiates_itself),
+    "autocast in layers": holds(casts),
+    "a branch that leads nowhere": holds(lambda m, x: (m.part(x), x + m.down(m.up(x).tanh()))[1], part=narrow),
+    "a part without grad": holds(lambda m, x: x + m.down(m.up(x).tanh()) * torch.no_grad()(m.part)(x), part=narrow),
+    "a saved call of its own": holds(lambda m, x: x + m.part(x) + no_recompute(m.other)(x), part=narrow, other=narrow),
+    "a choice of its own": holds(
+        lambda m, x: x + m.down(m.up(x.gather(-1, replay(lambda x: x.argsort(-1))(x))).tanh())
+    ),
+    "a function that keeps its result": holds(lambda m, x: x + m.down(KeepsItsResult.apply(m.up(x)))),
+    "a backward that runs a part": holds(
+        lambda m, x: x + RunsAgain.apply(x, m.part, *m.part.parameters()) + m.down(m.up(x).tanh()), part=narrow
+    ),
+    "hooks of a part": in_turn(Hooked, 256, WIDTH),
+}
+ODD = {**VALUES, **CALLS, **HOLDS}
 
 
 def made(name: str) -> Built:

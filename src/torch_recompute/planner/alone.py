@@ -126,8 +126,9 @@ def run_alone(call: SegmentCall, at: At, around: AbstractContextManager[Any] | N
     at(Stage.TURN, [])
     given = [make() for make in makers]
     at(Stage.BACKWARD, [])
-    # as a training loop does, outside of autocast
-    with nullcontext() if call.autocast is None else torch.autocast(call.autocast.device, enabled=False):
+    # As a training loop does, outside of autocast; within any, what replays cast would wait for the end of it.
+    outside = call.autocast is None or not torch.is_autocast_enabled(call.autocast.device)
+    with nullcontext() if outside or call.autocast is None else torch.autocast(call.autocast.device, enabled=False):
         torch.autograd.backward(edges, given)  # pyright: ignore[reportArgumentType]
 
 

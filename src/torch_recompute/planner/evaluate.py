@@ -37,6 +37,8 @@ class Figures:
         replayed: How often each of `Tape.keys` runs again.
         calls: The operations of calls that are kept, and of decisions that are carried.
         watched: The operations, in forward and in replays, among which these are found.
+        is_refused: Whether the engine raises an error, since a replay needs an argument or a kept result that has been
+            changed in place.
     """
 
     saved_bytes: int
@@ -45,11 +47,7 @@ class Figures:
     replayed: dict[int, int]
     calls: int = 0
     watched: int = 0
-
-
-def evaluable(choices: Sequence[Choice]) -> bool:
-    """Whether there are rules for some choices: regions whose inputs stay where they are, and kept calls in them."""
-    return not any(choice.store or choice.offload or choice.tiles or choice.elastic for choice in choices)
+    is_refused: bool = False
 
 
 def evaluate(tape: Tape, choices: Sequence[Choice]) -> Figures:
@@ -64,7 +62,9 @@ def evaluate(tape: Tape, choices: Sequence[Choice]) -> Figures:
     walk.top = 0
     walk.backward(tape.turn, len(tape.events))
     backward = walk.top or saved
-    return Figures(saved - level, forward - level, backward - level, walk.replayed, walk.calls, walk.watched)
+    return Figures(
+        saved - level, forward - level, backward - level, walk.replayed, walk.calls, walk.watched, walk.refused
+    )
 
 
 def need_values(tape: Tape, choice: Choice) -> dict[CallKey, bool]:
@@ -109,7 +109,7 @@ class _Values:
                 at = at if values else begins[x]
             elif what == MAKE:
                 self._operation(x)
-            elif what == SAVE and x in region.slots:
+            elif what == SAVE:  # which a replay does again, whether backward still needs it or not
                 self._wanted.add(self._tape.saves[x].storage)
             at -= 1
 
@@ -191,7 +191,8 @@ class _Region:
         before: The region before it in a chain, whose result it is given.
         own: Of `given` those that it knows by identity, so what autograd saves of them needs no rebuilding.
         passed: Those that the region before it makes again.
-        inputs: The storages that it holds: inputs, and copies of small buffers.
+        inputs: The storages that it holds: inputs, and copies of what it puts back.
+        passing: The copies that it drops when its forward ends.
         order: For each tensor that autograd saved in it, outside of kept calls, its number; None for one that needs no
             rebuilding.
         slots: What has to be rebuilt, and the storage once it is: saved tensors by number, and what the region inside
@@ -222,6 +223,7 @@ class _Region:
     aliases: set[int] = field(default_factory=set[int])
     kept: dict[int, list[tuple[int, int]]] = field(default_factory=dict[int, list[tuple[int, int]]])
     waits: int = 0
+    passing: int | None = None
     over: bool = False
     gone: bool = False
 
@@ -255,7 +257,7 @@ class _Walk:
     Attributes:
         live: The bytes that are alive.
         top: The most since it was set.
-        replayed, calls, watched: See `Figures`.
+        replayed, calls, watched, refused: See `Figures`.
         looks: Whether regions look for calls to keep.
         regions: Those that have been entered.
     """
@@ -263,6 +265,7 @@ class _Walk:
     def __init__(self, tape: Tape, choices: Sequence[Choice]) -> None:
         self.tape = tape
         self.live = self.top = self.calls = self.watched = 0
+        self.refused = False
         self.replayed: dict[int, int] = {}
         self._sizes = list(tape.sizes)  # and those of what replays make
         self._holders: dict[int, int] = dict.fromkeys(tape.outside, 1)  # of each storage, how many
@@ -396,15 +399,19 @@ class _Walk:
         return region
 
     def _copy_buffers(self, region: _Region) -> None:
-        nbytes = self.tape.modules[region.call].buffer_bytes
-        if nbytes:
-            region.inputs.append(self.new(nbytes))
+        call = self.tape.modules[region.call]
+        if call.copied_bytes:
+            region.inputs.append(self.new(call.copied_bytes))
+        if call.forward_bytes:
+            region.passing = self.new(call.forward_bytes)
 
     def _events(self, region: _Region) -> Sequence[tuple[int, int]]:
         return self.tape.events[region.begin : region.end]
 
     def _leave(self, region: _Region, end: int, chains: dict[int, _Region]) -> None:
         region.end = end
+        if region.passing is not None:
+            self.drop(region.passing)
         if region.results and (region.around or region).is_last:
             until = region.needed_until
             for result in list(region.results):
@@ -452,7 +459,7 @@ class _Walk:
                 self._saved[number] = _Slot(region, None)
                 return
         else:
-            known = (known or saved.storage in region.aliases) and not saved.buffer_bytes
+            known = (known or saved.storage in region.aliases) and not saved.copied_bytes
             region.order.append(None if known else number)
             if not known:
                 region.slots[number] = None
@@ -572,19 +579,24 @@ class _Walk:
     def _replay(self, region: _Region, opened: int | None = None) -> None:
         """Replays a region; `opened` is the saved tensor that was read first."""
         given = self._inputs_of(region)
-        copies = self.tape.modules[region.call].buffer_bytes
+        call = self.tape.modules[region.call]
+        copies = call.copied_bytes
+        self.refused |= call.is_changed
         held = [storage for storage in given.values() if storage in self._holders]
         for storage in held:
             self.hold(storage)
         if copies:  # of small buffers, those of now, which are put back afterwards; and those of a region inside
             held += [self.new(copies) for _ in range(1 + (region.inside is not None and not region.is_last))]
+        if call.forward_bytes and region.inside is not None and not region.is_last:
+            held.append(self.new(call.forward_bytes))
         replay = _Replay(self, region, given, opened)
         if region.inside is None:
             replay.run(region.begin + 1, region.end)
         elif not region.is_last:
             replay.run_around(region.begin + 1, region.end)
         replay.fill_inputs(given)
-        for storage in (*replay.made.values(), *replay.held, *held):
+        replay.end()
+        for storage in held:
             self.drop(storage)
 
     def run_again(self, key: int) -> None:
@@ -626,6 +638,8 @@ class _Replay:
         self._kept_by = region.inside or region
         whole = region.later or not region.is_last
         self._until = _END if whole else region.needed_until
+        self.stopped = False
+        self._copies: list[int] = []  # the slots that get copies when it ends, of what is put back then
         self._saves = 0  # tensors that autograd has saved, outside of kept calls
         self._empty = set[int]()  # the storages without values
         self._unfinished = -1  # the node of the last saved tensor that requires no grad
@@ -645,9 +659,11 @@ class _Replay:
                     self._walk.drop(storage)
             elif what == SAVE:
                 if self._save(x):
+                    self.stopped = True
                     return
             elif what == BEGIN and x in self._kept_by.kept:
                 if self._done or self._skip(x):
+                    self.stopped = True
                     return
                 skipped = x
 
@@ -666,6 +682,18 @@ class _Replay:
             elif what == BEGIN and x in self._kept_by.kept:
                 self._take_results(x)
                 skipped = x
+
+    def end(self) -> None:
+        """Drops what the replay has made, and its graph; fills slots with copies of what is put back after it."""
+        walk = self._walk
+        made = *self.made.values(), *self.held
+        for storage in made if self.stopped else ():
+            walk.drop(storage)
+        for slot in self._copies:
+            self._region.slots[slot] = walk.new(walk.tape.saves[slot].copied_bytes)
+        walk.reaches(0)
+        for storage in () if self.stopped else made:
+            walk.drop(storage)
 
     def _make(self, number: int) -> None:
         walk, op = self._walk, self._walk.tape.ops[number]
@@ -694,13 +722,13 @@ class _Replay:
         waiting = slot is not None and slot in region.slots and region.slots[slot] is None
         storage = self._now.get(saved.storage)
         if waiting and slot is not None:
-            if saved.buffer_bytes:
-                region.slots[slot] = walk.new(saved.buffer_bytes)
+            if saved.copied_bytes:
+                self._copies.append(number)
             elif storage is not None and walk.is_held(storage) and not saved.weight:
                 self._fill(slot, storage)
             elif walk.is_held(saved.storage):
                 self._fill(slot, saved.storage)
-        if storage is not None and walk.is_held(storage) and not saved.weight and not (waiting and saved.buffer_bytes):
+        if storage is not None and walk.is_held(storage) and not saved.weight and not (waiting and saved.copied_bytes):
             walk.hold(storage)
             self.held.append(storage)
         if slot is not None and not saved.grad:
@@ -724,9 +752,11 @@ class _Replay:
         region, walk = self._region, self._walk
         for slot, _ in self._kept_by.kept[number]:
             if slot in region.slots and region.slots[slot] is None:
-                saved = walk.tape.saves[slot].storage
-                storage = self._now.get(saved, saved)
-                if walk.is_held(storage):
+                saved = walk.tape.saves[slot]
+                storage = self._now.get(saved.storage, saved.storage)
+                if saved.copied_bytes:
+                    self._copies.append(slot)
+                elif walk.is_held(storage):
                     self._fill(slot, storage)
         if self._until.call == number and self._until.saves != math.inf:
             return True
@@ -742,6 +772,7 @@ class _Replay:
                     self._empty.add(storage)
                 else:
                     self._now[storage] = storage
+                    self._walk.refused |= call.is_changed
 
     def fill_inputs(self, given: dict[int, int]) -> None:
         """Fills what the region inside it, and the next one of a chain, are given."""

@@ -93,7 +93,9 @@ class SegmentOptions:
         self._carrying = self.priced
         if self.segment.carrying is not self.segment.tape:
             self._carrying = PricedTape(self.segment.carrying, price)
-        self.plain = self.of(())
+        plain = self.of(())
+        assert plain is not None  # without regions nothing is refused
+        self.plain = plain
         if self.segment.tape.why_not:
             self.plain = self.tried(()) or self.plain
         self._seen: dict[tuple[tuple[str, ...], frozenset[int]], Choice] = {}
@@ -111,11 +113,11 @@ class SegmentOptions:
 
     def evaluated(self) -> list[Option]:
         """The options of all choices, or of the best of them; some are tried where the record says nothing of them."""
-        found = [self.plain, *map(self._of, whole(self.candidates))]
-        found += map(self._of, joined_in_turn(of_parts(self.candidates), self._best))
+        joined = joined_in_turn(of_parts(self.candidates), self._best)
+        found = [option for regions in (*whole(self.candidates), *joined) if (option := self._of(regions)) is not None]
         if not self.segment.tape.why_not:
-            return found
-        some = worth_a_trial(found[1:], self._captured.kinds.count(self._captured.kinds[self._number]))
+            return [self.plain, *found]
+        some = worth_a_trial(found, self._captured.kinds.count(self._captured.kinds[self._number]))
         tried = (self.tried(option.regions) for option in self._one_by_one(some))
         return [self.plain, *(option for option in tried if option is not None)]
 
@@ -126,7 +128,8 @@ class SegmentOptions:
 
     def _best(self, regions: Sequence[Regions]) -> list[Regions]:
         """Of some choices those that are the least in seconds for what they save, or for that and what they make."""
-        options = list(map(self._of, regions))
+        found = [(one, option) for one in regions if (option := self._of(one)) is not None]
+        options = [option for _, option in found]
 
         def front(size: Callable[[Option], int]) -> set[int]:
             kept, least = set[int](), float("inf")
@@ -137,15 +140,15 @@ class SegmentOptions:
             return kept
 
         kept = front(lambda option: option.saved_bytes) | front(lambda option: option.backward_bytes)
-        return [regions[i] for i in sorted(kept)]
+        return [found[i][0] for i in sorted(kept)]
 
-    def _of(self, regions: Regions) -> Option:
+    def _of(self, regions: Regions) -> Option | None:
         """The option of some regions with the calls that they keep."""
         choices = tuple(self._choice(paths, kept) for paths, kept in regions.items())
         return self.of(choices)
 
-    def of(self, regions: tuple[Choice, ...]) -> Option:
-        """The option of some regions."""
+    def of(self, regions: tuple[Choice, ...]) -> Option | None:
+        """The option of some regions; None where the engine refuses them."""
         placed = self._placed(regions)
         priced = self._carrying if any(choice.carry for choice in placed) else self.priced
         return self._option(regions, evaluate(priced.tape, placed), priced, self.priced)
@@ -174,11 +177,13 @@ class SegmentOptions:
 
     def _option(
         self, regions: tuple[Choice, ...], found: Figures, by: PricedTape, plain: PricedTape, span: int = 1
-    ) -> Option:
+    ) -> Option | None:
         """The option of choices that have been evaluated by a record, beside the one without decisions carried.
 
         Seconds and FLOPs are those beyond the plain segment, of which carrying decisions has more, too.
         """
+        if found.is_refused:
+            return None
         again, flops = by.of(found.replayed)
         again = again.plus(by.work).plus(plain.work, -1)
         flops += by.flops - plain.flops

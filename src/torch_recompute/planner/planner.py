@@ -611,9 +611,13 @@ class Planner:
 def _for_all_calls(segments: Mapping[str, SegmentOptions], options: dict[str, list[Option]]) -> None:
     """Gives the calls of one module the same choices: those that are no worse than others for one of them."""
     best = [option.regions for kind in segments for option in undominated(options[kind])]
+    every: dict[str, dict[tuple[Choice, ...], Option | None]] = {}
     for kind, segment in segments.items():
         own = {option.regions: option for option in options[kind]}
-        options[kind] = [own.get(regions) or segment.of(regions) for regions in dict.fromkeys(best)]
+        every[kind] = {regions: own.get(regions) or segment.of(regions) for regions in dict.fromkeys(best)}
+    for kind in segments:
+        allowed = (regions for regions in every[kind] if all(found[regions] is not None for found in every.values()))
+        options[kind] = [option for regions in allowed if (option := every[kind][regions]) is not None]
 
 
 def _around(option: Option, mlp: str) -> tuple[Choice, ...] | None:

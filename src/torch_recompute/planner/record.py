@@ -41,6 +41,7 @@ from ..memory.operations import ADDED, Operation
 from ..plan.calls import carried, kind_of
 from ..plan.choice import DOWN, PRODUCT
 from ..simulation.fake_mode import FakeMode
+from ..state.tape import thread
 from .alone import SegmentCall, Stage, alone, run_alone
 from .candidates import CallKey, CallNames, Candidates
 from .cost import Graph, Node
@@ -111,22 +112,33 @@ class Saved(NamedTuple):
         grad: Whether it requires grad.
         node: Autograd's number of the node that saved it.
         weight: Whether it is a parameter's.
-        buffer_bytes: Of a small buffer that a region puts back: its bytes, since what autograd saves of it is a copy.
+        copied_bytes: Of what a region copies and puts back: its bytes, since what autograd saves of it is a copy.
     """
 
     storage: int
     grad: bool
     node: int
     weight: bool
-    buffer_bytes: int = 0
+    copied_bytes: int = 0
 
 
-class ModuleCall(NamedTuple):
-    """A call of a module: its path, the storages that it was given, and the bytes of its small buffers."""
+@dataclass
+class ModuleCall:
+    """A call of a module.
+
+    Attributes:
+        path: Its path.
+        given: The storages that it was given.
+        copied_bytes: Of what its modules hold that a region of it copies and keeps, to put it back.
+        forward_bytes: Of what a region copies and drops when its forward has not changed it.
+        is_changed: Whether the segment has written to what it was given since, so that it cannot run again.
+    """
 
     path: str
     given: tuple[int, ...]
-    buffer_bytes: int
+    copied_bytes: int
+    forward_bytes: int
+    is_changed: bool = False
 
 
 @dataclass
@@ -139,6 +151,7 @@ class KeepableCall:
         given: The storages that it was given.
         candidate: By which name `Candidates` knows it; None for a decision, or within several modules in a row.
         results: The storages that it returned.
+        is_changed: Whether the segment has written to one of these since, so that no replay can take it.
     """
 
     kinds: tuple[str, ...]
@@ -146,6 +159,7 @@ class KeepableCall:
     given: tuple[int, ...]
     candidate: CallKey | None = None
     results: tuple[int, ...] = ()
+    is_changed: bool = False
 
 
 @dataclass
@@ -189,9 +203,10 @@ class Tape:
     def from_json(text: str) -> Tape:
         """Reads a tape that `to_json` wrote."""
         data: dict[str, Any] = json.loads(text)
-        for name, kind in (("ops", RanOp), ("saves", Saved), ("modules", ModuleCall)):
+        for name, kind in (("ops", RanOp), ("saves", Saved)):
             data[name] = [kind(*map(_frozen, row)) for row in data[name]]
-        data["calls"] = [KeepableCall(**{name: _frozen(value) for name, value in row.items()}) for row in data["calls"]]
+        for name, kind in (("modules", ModuleCall), ("calls", KeepableCall)):
+            data[name] = [kind(**{key: _frozen(value) for key, value in row.items()}) for row in data[name]]
         data["events"] = [(what, number) for what, number in data["events"]]
         for name in ("results", "there", "outside"):
             data[name] = _frozen(data[name])
@@ -360,29 +375,53 @@ class _Recorder:
         self._numbers: dict[int, int] = {}  # of storages that are alive, by identity
         self._refs: dict[Any, weakref.ref[Any]] = {}
         self._keys: dict[int, int] = {}  # of operations, by identity
-        self._weights, self._buffers = set[int](), dict[int, int]()
+        self._weights = set[int]()
+        self._copied, self._unchanged = set[int](), set[int]()  # what regions copy, and what then must not change
+        self._copies: dict[int, list[_Copied]] = {}  # by module
+        self._made_in_forward = set[int]()
+        self._reads: dict[int, list[ModuleCall | KeepableCall]] = {}  # by storage, those whose replay needs its values
         self._check = False  # whether sizes may have changed
         self._hook = _torch.see_through(partial(self._pack))  # which takes attributes, as a method does not
 
     def run(self, frees: bool) -> Tape:
         """Runs the segment."""
         tape = self._tape
-
         with alone(self._call, frees=frees) as modules, resizes(self._resized):
+            buffers, plain_calls = _buffers_of(modules), thread.plain_calls
             tape.there = self._held_by(modules)
-            for weight in modules.parameters():
-                self._weights.update(id(storage) for _, storage in storages(weight))
-            for module in modules.modules():
-                for buffer in _small_buffers(module):
-                    self._buffers.update((id(storage), int(buffer.nbytes)) for _, storage in storages(buffer))
+            self._know_weights_and_copies(modules)
             try:
                 with self._pretend.showing(self._see):
                     run_alone(self._call, self._at, self._following(modules))
-                if self._held_by(modules) != tape.there:
+                if self._held_by(modules) != tape.there or _buffers_of(modules) != buffers:
                     self._cannot("its modules hold other tensors in attributes after a call than before")
+                if thread.plain_calls != plain_calls:
+                    self._cannot("it calls functions that do something else in a region: saved calls or choices")
+                if any(number in self._refs for number in self._made_in_forward.difference(tape.results)):
+                    self._cannot("something holds a tensor of its forward after its backward")
             finally:
                 self._open = False
         return tape
+
+    def _know_weights_and_copies(self, modules: nn.Module) -> None:
+        """Notes which memory is that of weights, and which is copied by regions."""
+        for weight in modules.parameters():
+            self._weights.update(id(storage) for _, storage in storages(weight))
+        for module in modules.modules():
+            self._copies[id(module)] = [*_copied(module)]
+            for copied in self._copies[id(module)]:
+                (self._copied if copied.is_kept else self._unchanged).update(copied.memory)
+        if not self._weights.isdisjoint(self._copied | self._unchanged):
+            self._cannot("it holds the memory of a parameter in an attribute, too")
+
+    def _bytes_copied(self, module: nn.Module) -> tuple[int, int]:
+        """The bytes that a region of a module copies: those that it keeps, and those that its forward alone has."""
+        found, seen = [0, 0], set[int]()
+        for copied in (one for part in module.modules() for one in self._copies.get(id(part), ())):
+            if copied.memory.isdisjoint(seen):
+                seen |= copied.memory
+                found[not copied.is_kept] += copied.nbytes
+        return found[0], found[1]
 
     def _cannot(self, why: str) -> None:
         """Says why the tape has no figures."""
@@ -394,8 +433,7 @@ class _Recorder:
 
     def _held_by(self, modules: nn.Module) -> tuple[int, ...]:
         """Numbers the storages that modules hold in attributes."""
-        others = {"_parameters": None, "_modules": None, "_buffers": None}
-        held = tensors_of_call([{**vars(module), **others} for module in modules.modules()])
+        held = [tensor for module in modules.modules() for tensor in _in_attributes(module)]
         return tuple({self._number_of(storage) for _, storage in storages(held)})
 
     def note(self, what: What, number: int) -> None:
@@ -463,6 +501,10 @@ class _Recorder:
             if first in self._numbers:
                 self.note(What.FREE, self._numbers.pop(first))
         wrote = [self._numbers[id(s)] for _, s in ran.results if id(s) in self._numbers]
+        if self._stage is Stage.FORWARD:
+            self._changed(storages(_torch.written_by(ran.func, ran.args, ran.kwargs)))
+        elif self._stage is Stage.BACKWARD and torch.is_grad_enabled():
+            self._cannot("its backward runs a forward")
         made = [self._number_of(s) for device, s in ran.made if device != APART and id(s) not in self._numbers]
         needs = Values.ALL
         if ran.func is DROPOUT:
@@ -478,8 +520,18 @@ class _Recorder:
         if made or op is not None or taken:
             surrounding, key = self._stage in (Stage.BEFORE, Stage.TURN), -1 if op is None else self._key(op)
             self.note(What.MAKE, len(self._tape.ops))
+            if self._stage is Stage.FORWARD:
+                self._made_in_forward.update(made)
             given, written = tuple(dict.fromkeys(read)), tuple(dict.fromkeys(wrote))
             self._tape.ops.append(RanOp(tuple(made), written, given, taken, key, surrounding, needs))
+
+    def _changed(self, written: list[tuple[torch.device, torch.UntypedStorage]]) -> None:
+        """Notes what the forward has changed in place."""
+        for _, storage in written:
+            if id(storage) in self._unchanged:
+                self._cannot("it changes a large buffer, or one of a module in evaluation")
+            for call in self._reads.get(self._numbers.get(id(storage), -1), ()):
+                call.is_changed = True
 
     def _key(self, op: Op) -> int:
         number = self._keys.get(id(op))
@@ -494,7 +546,7 @@ class _Recorder:
         tape, number, found = self._tape, len(self._tape.saves), storages(tensor)
         first = id(found[0][1]) if found else 0
         weight = first in self._weights or (tensor.is_leaf and tensor.requires_grad and not found)
-        storage, buffer = self._numbers.get(first, -1), self._buffers.get(first, 0)
+        storage, buffer = self._numbers.get(first, -1), int(tensor.nbytes) if first in self._copied else 0
         tape.saves.append(Saved(storage, tensor.requires_grad, _torch.sequence_number(), weight, buffer))
         self.note(What.SAVE, number)
         layout, real = None, None
@@ -513,6 +565,8 @@ class _Recorder:
 
     def _unpack(self, token: _Token) -> torch.Tensor:
         number = token.number
+        if self._stage is Stage.FORWARD:
+            self._cannot("it runs a backward in its forward")
         self.note(What.READ, number)
         if token.real is not None:
             self.note(What.DROP, number)
@@ -538,7 +592,8 @@ class _Recorder:
                 if path:
                     enter = partial(self._enter, path)
                     stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
-                    stack.callback(module.register_forward_hook(self._leave, always_call=True).remove)
+                    leave = module.register_forward_hook(self._leave, prepend=True, always_call=True)
+                    stack.callback(leave.remove)  # hooks of its own run outside of a region
             stack.enter_context(_Calls(self))
             yield
 
@@ -548,10 +603,13 @@ class _Recorder:
         tensors = _torch.tensors_in(given)
         if self._names is not None:
             self._names.enter(_within(path), tensors)
-        nbytes = sum(int(buffer.nbytes) for part in module.modules() for buffer in _small_buffers(part))
-        self.note(What.ENTER, len(self._tape.modules))
         self._stack.append((path, len(self._tape.modules)))
-        self._tape.modules.append(ModuleCall(path, self._numbers_of(tensors), nbytes))
+        if torch.is_grad_enabled():  # else a region is the plain call
+            self.note(What.ENTER, len(self._tape.modules))
+        call = ModuleCall(path, self._numbers_of(tensors), *self._bytes_copied(module))
+        self._tape.modules.append(call)
+        for storage in call.given:
+            self._reads.setdefault(storage, []).append(call)
 
     def _leave(self, _: nn.Module, _given: Any, result: Any) -> None:
         if transforming() or not self._stack:
@@ -583,13 +641,52 @@ class _Recorder:
         finally:
             self._within -= 1
         call.results = self._numbers_of(result)
+        for storage in call.results:
+            if storage not in call.given:
+                self._reads.setdefault(storage, []).append(call)
         self.note(What.END, number)
         return result
 
 
-def _small_buffers(module: nn.Module) -> Iterator[torch.Tensor]:
-    """The buffers of a module in training that a region copies."""
-    return (b for b in module.buffers(recurse=False) if module.training and b.nbytes <= SMALL)
+class _Copied(NamedTuple):
+    """Memory of a module that a region copies: all of `memory`, and whether the copy is kept if nothing changes it."""
+
+    memory: frozenset[int]
+    nbytes: int
+    is_kept: bool
+
+
+def _copied(module: nn.Module) -> Iterator[_Copied]:
+    """Lists the memory of a module that a region copies: buffers, and tensors in attributes (`engine/modules.py`)."""
+    for buffer in module.buffers(recurse=False):
+        small = buffer.nbytes <= SMALL
+        if module.training or small:
+            yield _Copied(_memory(buffer), int(buffer.nbytes), module.training and small)
+    for tensor in _in_attributes(module):
+        nbytes = sum(int(storage.nbytes()) for _, storage in storages(tensor))
+        if nbytes and nbytes <= SMALL and not tensor.requires_grad:
+            yield _Copied(_memory(tensor), nbytes, True)
+        elif nbytes and module.training and not tensor.requires_grad and _is_attribute(tensor, module):
+            yield _Copied(_memory(tensor), int(tensor.nbytes), False)
+
+
+def _memory(tensor: torch.Tensor) -> frozenset[int]:
+    return frozenset(id(storage) for _, storage in storages(tensor))
+
+
+def _is_attribute(tensor: torch.Tensor, module: nn.Module) -> bool:
+    """Whether an attribute of a module is this tensor, and not a container of it."""
+    return any(tensor is value for value in vars(module).values())
+
+
+def _in_attributes(module: nn.Module) -> list[torch.Tensor]:
+    """The tensors that a module holds besides parameters and buffers."""
+    return tensors_of_call({**vars(module), "_parameters": None, "_modules": None, "_buffers": None})
+
+
+def _buffers_of(modules: nn.Module) -> list[int]:
+    """The identities of the storages of buffers."""
+    return [id(storage) for _, storage in storages(list(modules.buffers()))]
 
 
 def _within(path: str) -> str:

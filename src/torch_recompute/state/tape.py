@@ -240,6 +240,7 @@ class Thread(threading.local):
         run: The run that the thread is in; None outside of every region, and inside a saved call.
         overrides: Decides about calls with a name; None without one. A replay has that of its forward.
         calls: How many calls of regions it has begun; what is put into a store meanwhile belongs together.
+        plain_calls: How many saved calls, choices and saved values were outside of regions, where they are plain calls.
         modules: What receives the modules that are called, while a region runs whose function is no module.
         calls_hidden: Whether modules are called in compiled code, where no hook sees it: a region then reads all
             modules that its function holds, with all below them.
@@ -252,7 +253,7 @@ class Thread(threading.local):
         # Not on the class: the compiler guards what it finds, and would find an object that has more by the first call.
         self.run: Run | None = None
         self.overrides: Overrides | None = None
-        self.calls = 0
+        self.calls = self.plain_calls = 0
         self.modules: Any = None
         self.calls_hidden = False
         self.waiting: dict[int, Any] = {}

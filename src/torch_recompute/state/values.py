@@ -100,6 +100,7 @@ def save_for_recompute(*data: Any, key: Hashable = None) -> None:
     """
     _end_graph()
     run = thread.run
+    thread.plain_calls += run is None
     if run is None or run.replaying:
         return
     if found := _first_with_grad(data):
@@ -256,6 +257,7 @@ def replay(fn: Callable[P, R]) -> Callable[P, R]:
             return kept_in_graph(fn, args, kwargs)
         run = thread.run
         if run is None:
+            thread.plain_calls += 1
             return fn(*args, **kwargs)
         if run.replaying:
             return run.read(ReplayedValue, name).result(run.name)
