@@ -23,8 +23,8 @@ from torch_recompute import ArgumentError, Choice
 from torch_recompute.memory.loop import Loop
 from torch_recompute.planner.evaluate import evaluate
 from torch_recompute.planner.options import TRIED, SegmentOptions
-from torch_recompute.planner.record import Tape, What
 from torch_recompute.planner.segments import capture
+from torch_recompute.planner.tape import Tape, What
 from torch_recompute.planner.trials import attempt
 from torch_recompute.simulation.devices import ITSELF
 from torch_recompute.simulation.training_step import TrainingStep
@@ -94,7 +94,7 @@ def sampled(name: str) -> Iterator[Sampled]:
             continue
         every = [option.regions for option in segment.evaluated()[1:]]
         some = chosen.sample(every, min(SAMPLES, len(every)))
-        yield Sampled(segment, [segment._placed(regions) for regions in ((), *some)])
+        yield Sampled(segment, [segment.placed(regions) for regions in ((), *some)])
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -102,12 +102,12 @@ def sampled(name: str) -> Iterator[Sampled]:
 def test_a_record_says_what_the_engine_does(name: str) -> None:
     """Bytes stored, the most of forward and of backward, and what runs are those of a trial, for sampled choices."""
     for one in sampled(name):
-        captured, segment = one.segment._captured, one.segment.segment
+        captured, segment = one.segment.captured, one.segment.segment
         for choices in one.choices:
             tape = segment.carrying if any(choice.carry for choice in choices) else segment.tape
             found = evaluate(tape, choices)
             with captured.running():
-                tried = attempt(one.segment._call, choices, captured.pretend)
+                tried = attempt(one.segment.call, choices, captured.pretend)
             levels = found.saved_bytes, found.forward_bytes, found.backward_bytes
             assert levels == (tried.saved_bytes, tried.forward_bytes, tried.backward_bytes), choices
             assert found.calls == tried.calls, choices
@@ -149,7 +149,7 @@ def test_a_record_is_plain_data() -> None:
     tape = segment.segment.tape
     again = Tape.from_json(tape.to_json())
     for regions in (option.regions for option in segment.evaluated()):
-        placed = segment._placed(regions)
+        placed = segment.placed(regions)
         assert evaluate(again, placed) == evaluate(tape, placed)
     lines = str(tape).splitlines()
     assert len(lines) == len(tape.events)

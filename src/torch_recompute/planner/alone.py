@@ -1,7 +1,7 @@
 """A segment alone: one layer, or several in a row, run forward and backward on fake tensors without their model.
 
 Its input is made by a function that drops it, as a layer before would, so it is alive only as long as something needs
-it; so are the gradients of its results. What the layers around it hold is added later (`planner.calibrate`).
+it; so are the gradients of its results. What the layers around it hold is added later (`calibrate.py`).
 """
 
 from __future__ import annotations
@@ -58,6 +58,23 @@ class SegmentCall:
                 result = [tensor for tensor in tensors_of_call((args, kwargs)) if id(tensor) not in given]
             del args, kwargs
         return result
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """The figures of a segment under some choices; bytes are those of `Option`.
+
+    Attributes:
+        calls: The operations of calls that are kept, and of decisions that are carried.
+        watched: The operations, in forward and in replays, among which these are found.
+    """
+
+    saved_bytes: int
+    forward_bytes: int
+    backward_bytes: int
+    host_bytes: int = 0
+    calls: int = 0
+    watched: int = 0
 
 
 class Stage(Enum):

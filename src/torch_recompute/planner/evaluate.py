@@ -23,34 +23,28 @@ from typing import NamedTuple
 
 from ..plan.calls import ALL_PRODUCTS
 from ..plan.choice import VALUES_UNUSED, Choice, joined
+from .alone import Figures
 from .candidates import CallKey
-from .record import DECISION, Tape, Values, What
+from .tape import DECISION, Tape, Values, What
 
 MAKE, FREE, SAVE, READ, RELEASE, DROP, ENTER, LEAVE, BEGIN, END = map(int, What)
 
 
 @dataclass(frozen=True)
-class Figures:
-    """The figures of a segment under some choices; bytes are those of `Option`.
+class Evaluated(Figures):
+    """The figures of a segment under some choices, read from its record.
 
     Attributes:
         replayed: How often each of `Tape.keys` runs again.
-        calls: The operations of calls that are kept, and of decisions that are carried.
-        watched: The operations, in forward and in replays, among which these are found.
         is_refused: Whether the engine raises an error, since a replay needs an argument or a kept result that has been
             changed in place.
     """
 
-    saved_bytes: int
-    forward_bytes: int
-    backward_bytes: int
-    replayed: dict[int, int]
-    calls: int = 0
-    watched: int = 0
+    replayed: dict[int, int] = field(default_factory=dict[int, int])
     is_refused: bool = False
 
 
-def evaluate(tape: Tape, choices: Sequence[Choice]) -> Figures:
+def evaluate(tape: Tape, choices: Sequence[Choice]) -> Evaluated:
     """The figures of a segment under some choices, in the paths of its tape."""
     walk = _Walk(tape, choices)
     walk.forward(0, tape.level)
@@ -62,8 +56,14 @@ def evaluate(tape: Tape, choices: Sequence[Choice]) -> Figures:
     walk.top = 0
     walk.backward(tape.turn, len(tape.events))
     backward = walk.top or saved
-    return Figures(
-        saved - level, forward - level, backward - level, walk.replayed, walk.calls, walk.watched, walk.refused
+    return Evaluated(
+        saved_bytes=saved - level,
+        forward_bytes=forward - level,
+        backward_bytes=backward - level,
+        calls=walk.calls,
+        watched=walk.watched,
+        replayed=walk.replayed,
+        is_refused=walk.refused,
     )
 
 
@@ -257,7 +257,8 @@ class _Walk:
     Attributes:
         live: The bytes that are alive.
         top: The most since it was set.
-        replayed, calls, watched, refused: See `Figures`.
+        calls, watched, replayed: See `Evaluated`.
+        refused: Whether the engine raises an error.
         looks: Whether regions look for calls to keep.
         regions: Those that have been entered.
     """
@@ -590,10 +591,8 @@ class _Walk:
         if call.forward_bytes and region.inside is not None and not region.is_last:
             held.append(self.new(call.forward_bytes))
         replay = _Replay(self, region, given, opened)
-        if region.inside is None:
-            replay.run(region.begin + 1, region.end)
-        elif not region.is_last:
-            replay.run_around(region.begin + 1, region.end)
+        if region.inside is None or not region.is_last:
+            replay.run()
         replay.fill_inputs(given)
         replay.end()
         for storage in held:
@@ -628,6 +627,7 @@ class _Replay:
     Attributes:
         made: What it has made and Python holds, by the storages of the forward.
         held: What autograd saves in it, which goes with its graph.
+        stopped: Whether it has ended before the function has.
     """
 
     def __init__(self, walk: _Walk, region: _Region, given: dict[int, int], opened: int | None) -> None:
@@ -645,10 +645,13 @@ class _Replay:
         self._unfinished = -1  # the node of the last saved tensor that requires no grad
         self._done = False
 
-    def run(self, first: int, last: int) -> None:
-        """Walks over the events of the forward up to the last that is needed."""
-        tape, skipped = self._walk.tape, -1
-        for what, x in tape.events[first:last]:
+    def run(self) -> None:
+        """Walks over the events of the region's forward, up to the last that is needed.
+
+        Around a region of its own layer it goes to the end, and what autograd saves is that region's.
+        """
+        region, skipped = self._region, -1
+        for what, x in self._walk.tape.events[region.begin + 1 : region.end]:
             if skipped >= 0:
                 skipped = -1 if what == END and x == skipped else skipped
             elif what == MAKE:
@@ -658,29 +661,13 @@ class _Replay:
                 if storage is not None:
                     self._walk.drop(storage)
             elif what == SAVE:
-                if self._save(x):
+                if region.inside is None and self._save(x):
                     self.stopped = True
                     return
             elif what == BEGIN and x in self._kept_by.kept:
                 if self._done or self._skip(x):
                     self.stopped = True
                     return
-                skipped = x
-
-    def run_around(self, first: int, last: int) -> None:
-        """Walks over the forward of a region whose layer is a region of its own, which saves what is saved there."""
-        tape, skipped = self._walk.tape, -1
-        for what, x in tape.events[first:last]:
-            if skipped >= 0:
-                skipped = -1 if what == END and x == skipped else skipped
-            elif what == MAKE:
-                self._make(x)
-            elif what == FREE:
-                storage = self.made.pop(x, None)
-                if storage is not None:
-                    self._walk.drop(storage)
-            elif what == BEGIN and x in self._kept_by.kept:
-                self._take_results(x)
                 skipped = x
 
     def end(self) -> None:

@@ -11,56 +11,25 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from .. import errors
 from ..errors.text import counted, doing
 from ..plan.choice import Choice, joined
 from ..simulation.devices import Host, Work
-from .alone import SegmentCall
+from .alone import Figures, SegmentCall
 from .candidates import Candidates, Regions, joined_in_turn, of_parts, unread_words, whole, words
 from .cost import Option, simplicity
-from .evaluate import Figures, evaluate, need_values
+from .evaluate import Evaluated, evaluate, need_values
 from .ops import Op
-from .record import RecordedSegment, Tape, record
+from .priced_tape import PricedTape
+from .record import RecordedSegment, record
 from .segments import CapturedCall, group, regions_of_groups, spans
 from .solve import decides
 from .trials import Tried, attempt
 
 TRIED = 20  # choices of a kind of segment, where the record says nothing of what they take
-
-
-class PricedTape:
-    """A tape, with the prices of its operations.
-
-    Args:
-        tape: The tape.
-        price: Gives the seconds of an operation.
-
-    Attributes:
-        work: What the segment gives device and host to do without regions.
-        flops: The FLOPs of that.
-    """
-
-    def __init__(self, tape: Tape, price: Callable[[Op], float]) -> None:
-        self.tape = tape
-        self._seconds = [price(op) for op in tape.keys]
-        self._launches = [not op.in_host_memory for op in tape.keys]
-        self._flops = [op.flops for op in tape.keys]
-        self.work, self.flops = self.of(tape.counts)
-
-    def of(self, counts: Mapping[int, int]) -> tuple[Work, int]:
-        """The work and the FLOPs of some operations, by their numbers in the tape."""
-        seconds = sum(self._seconds[key] * count for key, count in counts.items())
-        launched = sum(count for key, count in counts.items() if self._launches[key])
-        return Work(seconds, launched), sum(self._flops[key] * count for key, count in counts.items())
-
-    @property
-    def forward_work(self) -> Work:
-        """The work of its forward alone."""
-        counts = Counter(op.key for _, op in self.tape.made)
-        return self.of(counts)[0]
 
 
 class SegmentOptions:
@@ -74,7 +43,9 @@ class SegmentOptions:
         frees: Whether the gradients of parameters are freed as they come.
 
     Attributes:
+        captured: The calls of the segments.
         path: The segment's path in the model.
+        call: Its call.
         segment: Its record.
         priced: That, with prices.
         plain: The option without regions.
@@ -86,9 +57,9 @@ class SegmentOptions:
     def __init__(
         self, captured: CapturedCall, number: int, price: Callable[[Op], float], host: Host, *, frees: bool
     ) -> None:
-        self._captured, self._number, self._price, self._host, self._frees = captured, number, price, host, frees
-        self.path, self._call = captured.paths[number], captured.calls[number]
-        self.segment = self._recorded(self._call)
+        self.captured, self._number, self._price, self._host, self._frees = captured, number, price, host, frees
+        self.path, self.call = captured.paths[number], captured.calls[number]
+        self.segment = self.recorded(self.call)
         self.priced = PricedTape(self.segment.tape, price)
         self._carrying = self.priced
         if self.segment.carrying is not self.segment.tape:
@@ -105,9 +76,10 @@ class SegmentOptions:
         """The calls that a region may keep."""
         return self.segment.candidates
 
-    def _recorded(self, call: SegmentCall) -> RecordedSegment:
-        with self._captured.running():
-            return record(call, self._captured.pretend, frees=self._frees, carry=bool(self._captured.routers))
+    def recorded(self, call: SegmentCall) -> RecordedSegment:
+        """Records a call of segments of the kind."""
+        with self.captured.running():
+            return record(call, self.captured.pretend, frees=self._frees, carry=bool(self.captured.routers))
 
     # --- by the record ---
 
@@ -117,7 +89,7 @@ class SegmentOptions:
         found = [option for regions in (*whole(self.candidates), *joined) if (option := self._of(regions)) is not None]
         if not self.segment.tape.why_not:
             return [self.plain, *found]
-        some = worth_a_trial(found, self._captured.kinds.count(self._captured.kinds[self._number]))
+        some = worth_a_trial(found, self.captured.kinds.count(self.captured.kinds[self._number]))
         tried = (self.tried(option.regions) for option in self._one_by_one(some))
         return [self.plain, *(option for option in tried if option is not None)]
 
@@ -149,16 +121,16 @@ class SegmentOptions:
 
     def of(self, regions: tuple[Choice, ...]) -> Option | None:
         """The option of some regions; None where the engine refuses them."""
-        placed = self._placed(regions)
+        placed = self.placed(regions)
         priced = self._carrying if any(choice.carry for choice in placed) else self.priced
-        return self._option(regions, evaluate(priced.tape, placed), priced, self.priced)
+        return self._of_record(regions, evaluate(priced.tape, placed), priced, self.priced)
 
     def _choice(self, paths: tuple[str, ...], kept: frozenset[int]) -> Choice:
         """A region that keeps some calls; products whose values its replay does not need are not run again."""
         key = paths, kept
         if key not in self._seen:
             choice = Choice(paths, words(self.candidates, paths, kept))
-            (placed,) = self._placed((choice,))
+            (placed,) = self.placed((choice,))
             calls = need_values(self.segment.carrying if placed.carry else self.segment.tape, placed)
             some, none = ({self.candidates.numbers[n] for n in calls if calls[n] is needed} for needed in (True, False))
             idle = sorted(none - some - kept)
@@ -166,17 +138,17 @@ class SegmentOptions:
             self._seen[key] = replace(choice, keep=(*choice.keep, *said))
         return self._seen[key]
 
-    def _placed(self, regions: Sequence[Choice], of: Sequence[str] = ()) -> list[Choice]:
+    def placed(self, regions: Sequence[Choice], of: Sequence[str] = ()) -> list[Choice]:
         """Regions of the segment, or around several `of` them, in the paths of `alone`."""
         placed: list[Choice] = []
         for region in regions:
-            carry = decides(of or [joined(self.path, part) for part in region.paths], self._captured.routers)
+            carry = decides(of or [joined(self.path, part) for part in region.paths], self.captured.routers)
             paths = tuple(joined(str(i), part) for i in range(len(of) or 1) for part in region.paths)
             placed.append(replace(region, paths=paths, carry=carry and not region.offload))
         return placed
 
-    def _option(
-        self, regions: tuple[Choice, ...], found: Figures, by: PricedTape, plain: PricedTape, span: int = 1
+    def _of_record(
+        self, regions: tuple[Choice, ...], found: Evaluated, by: PricedTape, plain: PricedTape, span: int = 1
     ) -> Option | None:
         """The option of choices that have been evaluated by a record, beside the one without decisions carried.
 
@@ -187,24 +159,24 @@ class SegmentOptions:
         again, flops = by.of(found.replayed)
         again = again.plus(by.work).plus(plain.work, -1)
         flops += by.flops - plain.flops
-        levels = found.saved_bytes, found.forward_bytes, found.backward_bytes
-        return self._made(regions, levels, again, flops, (found.calls, found.watched), span)
+        return self._option(regions, found, again, flops, span)
 
-    def _made(
-        self,
-        regions: tuple[Choice, ...],
-        levels: tuple[int, int, int],
-        again: Work,
-        flops: int,
-        kept: tuple[int, int],
-        span: int = 1,
-        host_bytes: int = 0,
-    ) -> Option:
+    def _option(self, regions: tuple[Choice, ...], figures: Figures, more: Work, flops: int, span: int) -> Option:
+        """The option of some figures, and of the work and the FLOPs that it adds to those of its segments."""
         called = sum(1 + span * region.nested for region in regions)
-        device, launched = max(0.0, again.device), max(0, again.launched)  # layers may leave themselves out
-        work = Work(device, 0, launched, called, *kept)
-        seconds = self._host.added(self.priced.work.times(span), work)
-        return Option(regions, *levels, seconds, max(0, flops), span, host_bytes, work)
+        device, launched = max(0.0, more.device), max(0, more.launched)  # layers may leave themselves out
+        work = Work(device, 0, launched, called, figures.calls, figures.watched)
+        return Option(
+            regions,
+            figures.saved_bytes,
+            figures.forward_bytes,
+            figures.backward_bytes,
+            seconds=self._host.added(self.priced.work.times(span), work),
+            flops=max(0, flops),
+            span=span,
+            host_bytes=figures.host_bytes,
+            work=work,
+        )
 
     # --- by a trial ---
 
@@ -213,15 +185,15 @@ class SegmentOptions:
 
         It refuses to keep a call whose result the model changes in place, and keeps none within other hooks.
         """
-        found = self._attempted(self._call, self._placed(regions))
+        found = self._attempted(self.call, self.placed(regions))
         return None if found is None else self._of_trial(regions, found)
 
     def _attempted(self, call: SegmentCall, placed: Sequence[Choice]) -> Tried | None:
         try:
-            with warnings.catch_warnings(), self._captured.running():
+            with warnings.catch_warnings(), self.captured.running():
                 warnings.filterwarnings("error", ".* within saved-tensor hooks that it enters itself", RuntimeWarning)
                 warnings.filterwarnings("ignore", ".*, so what it decides is not carried", RuntimeWarning)  # said later
-                return attempt(call, placed, self._captured.pretend, frees=self._frees)
+                return attempt(call, placed, self.captured.pretend, frees=self._frees)
         except (errors.RecomputeError, RuntimeWarning):
             return None
 
@@ -232,9 +204,7 @@ class SegmentOptions:
         device = sum(self._price(op) * count for op, count in counts.items())
         launched = sum(count for op, count in counts.items() if not op.in_host_memory)
         flops = sum(op.flops * count for op, count in counts.items())
-        levels = found.saved_bytes, found.forward_bytes, found.backward_bytes
-        kept = found.calls, found.watched
-        return self._made(regions, levels, Work(device, launched), flops, kept, span, found.host_bytes)
+        return self._option(regions, found, Work(device, launched), flops, span)
 
     # --- of several segments ---
 
@@ -243,22 +213,22 @@ class SegmentOptions:
 
         From three on, each more adds the same to all figures of a group: records of three and four say those of more.
         """
-        start, numbers = spans(self._captured, self._captured.kinds[self._number])
+        start, numbers = spans(self.captured, self.captured.kinds[self._number])
         recorded: dict[int, tuple[PricedTape, PricedTape]] = {}
 
         def option(region: Choice, span: int) -> Option | None:
-            call, paths = group(self._captured, start, span)
-            placed = self._placed([region], paths)
+            call, paths = group(self.captured, start, span)
+            placed = self.placed([region], paths)
             if self.segment.tape.why_not:
                 found = self._attempted(call, placed)
                 return None if found is None else self._of_trial((region,), found, span)
             if span not in recorded:
                 doing(f"recording {counted(span, 'segment')} in one region")
-                segment = self._recorded(call)
+                segment = self.recorded(call)
                 recorded[span] = PricedTape(segment.tape, self._price), PricedTape(segment.carrying, self._price)
             plain, carrying = recorded[span]
             by = carrying if placed[0].carry else plain
-            return self._option((region,), evaluate(by.tape, placed), by, plain, span)
+            return self._of_record((region,), evaluate(by.tape, placed), by, plain, span)
 
         for region in regions_of_groups(self.candidates.kinds) if numbers else ():
             found = [option(region, span) for span in numbers[: 2 if region.nested else 1]]

@@ -35,10 +35,11 @@ from ..plan.roles import inside, relative
 from ..plan.stages import StagePlan, StagePlans, Stages
 from ..simulation.training_step import TrainingStep
 from .bound import bound
+from .calibrate import calibrate
 from .cost import Costs, Graph, Kind, Option, Point, Segment, Solution, begins, for_all, kinds_for_all
 from .hosts import NO_OPTIONS, PlanOptions
 from .ops import Op
-from .planner import Planner, calibrate
+from .planner import Planner
 from .rank_memory import RankMemory, RankPeak, StageBytes
 from .schedules import FORWARD, INPUTS, REDUCE, WEIGHTS, Pipeline, Schedule, ScheduleStep, in_flight, schedule_steps
 from .sent import Price, parts_of

@@ -1,4 +1,4 @@
-"""A segment that has run once, as plain data: what each operation made and read, what autograd saved, when each ended.
+"""Records a segment: runs it once and writes what happens to a tape (`tape.py`).
 
     segment = record(call, pretend)
     figures = evaluate(segment.tape, choices)       # of any regions, in less than a millisecond (`evaluate.py`)
@@ -10,17 +10,18 @@ holds what under some regions is then counted from the record.
 
 A region may carry decisions from its forward to its replays, and then runs other operations than without (`Carry`); a
 segment with a router is therefore recorded a second time, as it runs then.
+
+Where a replay would do something else than the forward did, or memory is held by what no hook sees, no figures can be
+counted: `Tape.why_not` says why, and choices are tried one by one.
 """
 
 from __future__ import annotations
 
-import json
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
-from enum import IntEnum
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -43,262 +44,9 @@ from ..plan.choice import DOWN, PRODUCT
 from ..simulation.fake_mode import FakeMode
 from ..state.tape import thread
 from .alone import SegmentCall, Stage, alone, run_alone
-from .candidates import CallKey, CallNames, Candidates
-from .cost import Graph, Node
+from .candidates import CallNames, Candidates
 from .ops import Op, op_of
-
-DECISION = "decision"
-"""The kind of a call whose result a region may carry to its replays."""
-
-
-class Event(NamedTuple):
-    """Something that happened, and the number of what it happened to."""
-
-    what: int  # one of `What`
-    number: int
-
-
-class What(IntEnum):
-    """The kinds of events, each with what its number is of."""
-
-    MAKE = 0  # an operation ran: `Tape.ops`
-    FREE = 1  # a storage ended: `Tape.sizes`
-    SAVE = 2  # autograd saved a tensor: `Tape.saves`
-    READ = 3  # backward reads a saved tensor
-    RELEASE = 4  # backward, or the end of a graph, lets go of a saved tensor
-    DROP = 5  # what backward was given when it read a saved tensor has ended
-    ENTER = 6  # a module begins: `Tape.modules`
-    LEAVE = 7
-    BEGIN = 8  # a call that a region may keep begins: `Tape.calls`
-    END = 9
-
-
-class Values(IntEnum):
-    """The values that an operation needs of a tensor which may have a shape alone (`engine/shape_only.py`)."""
-
-    ALL = 0
-    ITS_OWN = 1  # it works element by element: of a tensor without values it makes another one
-    NONE = 2  # it asks for the layout
-    MASK = 3  # dropout, whose mask follows from the layout
-
-
-class RanOp(NamedTuple):
-    """An operation that has run.
-
-    Attributes:
-        made: The storages that it made.
-        wrote: Those that were there before, and that its results are in.
-        read: Those that it read.
-        workspace: Bytes that it took while it ran.
-        key: Number of its key in `Tape.keys`; -1 for one that neither made nor wrote memory.
-        surrounding: Whether it stands for a layer before or behind, and is not the segment's.
-        needs: What it needs of its arguments' values.
-    """
-
-    made: tuple[int, ...]
-    wrote: tuple[int, ...]
-    read: tuple[int, ...]
-    workspace: int
-    key: int
-    surrounding: bool
-    needs: int
-
-
-class Saved(NamedTuple):
-    """A tensor that autograd saved.
-
-    Attributes:
-        storage: Its storage; -1 for one that no operation of the record made.
-        grad: Whether it requires grad.
-        node: Autograd's number of the node that saved it.
-        weight: Whether it is a parameter's.
-        copied_bytes: Of what a region copies and puts back: its bytes, since what autograd saves of it is a copy.
-    """
-
-    storage: int
-    grad: bool
-    node: int
-    weight: bool
-    copied_bytes: int = 0
-
-
-@dataclass
-class ModuleCall:
-    """A call of a module.
-
-    Attributes:
-        path: Its path.
-        given: The storages that it was given.
-        copied_bytes: Of what its modules hold that a region of it copies and keeps, to put it back.
-        forward_bytes: Of what a region copies and drops when its forward has not changed it.
-        is_changed: Whether the segment has written to what it was given since, so that it cannot run again.
-    """
-
-    path: str
-    given: tuple[int, ...]
-    copied_bytes: int
-    forward_bytes: int
-    is_changed: bool = False
-
-
-@dataclass
-class KeepableCall:
-    """A call that a region may keep.
-
-    Attributes:
-        kinds: The kinds it is of, the narrowest first.
-        modules: The paths of the modules that run, outermost first.
-        given: The storages that it was given.
-        candidate: By which name `Candidates` knows it; None for a decision, or within several modules in a row.
-        results: The storages that it returned.
-        is_changed: Whether the segment has written to one of these since, so that no replay can take it.
-    """
-
-    kinds: tuple[str, ...]
-    modules: tuple[str, ...]
-    given: tuple[int, ...]
-    candidate: CallKey | None = None
-    results: tuple[int, ...] = ()
-    is_changed: bool = False
-
-
-@dataclass
-class Tape:
-    """A run of a segment; paths are those of `alone`: "0" is its first module, "0.mlp" a part of that.
-
-    Attributes:
-        events: What happened, in order.
-        keys: The different operations that ran; those of a tape that was read from JSON are words.
-        sizes: The bytes of each storage.
-        level, start, returned, turn, back: The numbers of the events with which the stages of `run_alone` begin.
-        results: The storages that the segment returned.
-        there: Those that modules hold in attributes when it begins.
-        known: Those of its arguments, and of its input.
-        outside: Those of its arguments that are there all the time; their sizes are 0.
-        why_not: Why no figures can be read from it; "" where they can.
-    """
-
-    events: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    ops: list[RanOp] = field(default_factory=list[RanOp])
-    keys: list[Any] = field(default_factory=list[Any])
-    sizes: list[int] = field(default_factory=list[int])
-    saves: list[Saved] = field(default_factory=list[Saved])
-    modules: list[ModuleCall] = field(default_factory=list[ModuleCall])
-    calls: list[KeepableCall] = field(default_factory=list[KeepableCall])
-    level: int = 0
-    start: int = 0
-    turn: int = 0
-    back: int = 0
-    results: tuple[int, ...] = ()
-    there: tuple[int, ...] = ()
-    known: frozenset[int] = frozenset()
-    outside: tuple[int, ...] = ()
-    why_not: str = ""
-
-    def to_json(self) -> str:
-        """Returns the tape as JSON; operations become words."""
-        return json.dumps({**asdict(self), "keys": list(map(str, self.keys)), "known": sorted(self.known)})
-
-    @staticmethod
-    def from_json(text: str) -> Tape:
-        """Reads a tape that `to_json` wrote."""
-        data: dict[str, Any] = json.loads(text)
-        for name, kind in (("ops", RanOp), ("saves", Saved)):
-            data[name] = [kind(*map(_frozen, row)) for row in data[name]]
-        for name, kind in (("modules", ModuleCall), ("calls", KeepableCall)):
-            data[name] = [kind(**{key: _frozen(value) for key, value in row.items()}) for row in data[name]]
-        data["events"] = [(what, number) for what, number in data["events"]]
-        for name in ("results", "there", "outside"):
-            data[name] = _frozen(data[name])
-        data["known"] = frozenset(data["known"])
-        return Tape(**data)
-
-    def __str__(self) -> str:
-        return "\n".join(f"{i:5} {What(what).name:7} {self._said(what, n)}" for i, (what, n) in enumerate(self.events))
-
-    def _said(self, what: int, number: int) -> str:
-        if what == What.MAKE:
-            op = self.ops[number]
-            name = "views" if op.key < 0 else str(getattr(self.keys[op.key], "func", self.keys[op.key]))
-            return f"{name}: {list(op.read)} -> {list(op.made)}"
-        if what == What.FREE:
-            return f"{number}: {errors.size(self.sizes[number])}"
-        if what in (What.ENTER, What.LEAVE):
-            return self.modules[number].path
-        if what in (What.BEGIN, What.END):
-            return f"{self.calls[number].kinds[0]} in {self.calls[number].modules[-1]}"
-        return f"{number} of storage {self.saves[number].storage}"
-
-    @cached_property
-    def counts(self) -> dict[int, int]:
-        """Counts of each of `keys` in the segment's forward and backward."""
-        found: dict[int, int] = {}
-        for op in self.ops:
-            if op.key >= 0 and not op.surrounding:
-                found[op.key] = found.get(op.key, 0) + 1
-        return found
-
-    @property
-    def made(self) -> Iterator[tuple[int, RanOp]]:
-        """The operations of the forward that made or wrote memory, each with the number of its event."""
-        for i in range(self.start, self.turn):
-            what, number = self.events[i]
-            if what == What.MAKE and self.ops[number].key >= 0:
-                yield i, self.ops[number]
-
-    def graph(self, price: Callable[[Op], float]) -> Graph:
-        """The forward as plain data, with prices."""
-        prices = [price(key) for key in self.keys]
-        sources = {s for op in self.ops if op.surrounding for s in op.made} & self.known
-        index = dict.fromkeys(sources, -1)
-        inputs, seconds, counts, sizes = list[set[int]](), list[float](), list[int](), list[int]()
-        for _, op in self.made:
-            reads = set[int]() if op.needs == Values.NONE else {index[s] for s in op.read if s in index}
-            wrote = [index[s] for s in op.wrote if index.get(s, -1) >= 0]
-            owner = len(inputs) if op.made else wrote[0] if wrote else None
-            if wrote and not op.made:
-                inputs[wrote[0]] |= {read for read in reads if read < wrote[0]}
-            drawn = op.needs == Values.MASK and len(op.made) == 2  # first the mask, which follows from the layout
-            for place, storage in enumerate(op.made):
-                index[storage] = len(inputs)
-                inputs.append(set() if drawn and not place else set(reads))
-                seconds.append(0.0)
-                counts.append(0)
-                sizes.append(self.sizes[storage])
-                if drawn and not place:
-                    reads.add(index[storage])
-            if owner is not None:
-                seconds[owner] += prices[op.key]
-                counts[owner] += 1
-        needed = {index.get(self.saves[k].storage, -2) for k in self._alive_at_turn()}
-        nodes = tuple(
-            Node(cost, nbytes, tuple(sorted(read)), i in needed, count)
-            for i, (cost, nbytes, read, count) in enumerate(zip(seconds, sizes, inputs, counts, strict=True))
-        )
-        output = max((index.get(storage, -1) for storage in self.results), default=-1)
-        input_bytes = sum(self.sizes[storage] for storage in sources)
-        return Graph(nodes, output, input_bytes, -1 in needed, self._most_at_once())
-
-    def _alive_at_turn(self) -> set[int]:
-        """The saved tensors that the graph holds when backward begins."""
-        found = set[int]()
-        for what, number in self.events[: self.turn]:
-            if what == What.SAVE:
-                found.add(number)
-            elif what == What.RELEASE:
-                found.discard(number)
-        return found
-
-    def _most_at_once(self) -> int:
-        """The most bytes that one operation of the backward reads and makes, besides those of `known`."""
-        ops = (self.ops[number] for what, number in self.events[self.back :] if what == What.MAKE)
-        met = ({*op.made, *op.wrote, *op.read} - self.known for op in ops)
-        return max((sum(self.sizes[storage] for storage in storages_) for storages_ in met), default=0)
-
-
-def _frozen(value: Any) -> Any:
-    """A value of JSON with tuples in the place of lists."""
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+from .tape import DECISION, KeepableCall, ModuleCall, RanOp, Saved, Tape, Values, What
 
 
 @dataclass(frozen=True)

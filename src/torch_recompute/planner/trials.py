@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -21,28 +21,16 @@ from ..plan.plan import Plan
 from ..simulation.fake_mode import FakeMode
 from ..simulation.recording import SimulatedMeasurement
 from ..state.observer import observing, running
-from .alone import SegmentCall, Stage, alone, run_alone
+from .alone import Figures, SegmentCall, Stage, alone, run_alone
 from .hosts import SimulatedHostStore
 from .ops import Op, is_kept, op_of
 
 
 @dataclass(frozen=True)
-class Tried:
-    """The figures of a segment under some choices; bytes are those of `Option`.
+class Tried(Figures):
+    """The figures of a segment under some choices, with how often each operation ran, forward and backward."""
 
-    Attributes:
-        ops: How often each operation ran, forward and backward.
-        calls: The operations of calls that are kept, and of decisions that are carried.
-        watched: The operations, in forward and in replays, among which these were found.
-    """
-
-    saved_bytes: int
-    forward_bytes: int
-    backward_bytes: int
-    ops: Counter[Op]
-    calls: int = 0
-    watched: int = 0
-    host_bytes: int = 0
+    ops: Counter[Op] = field(default_factory=Counter[Op])
 
 
 def attempt(call: SegmentCall, choices: Sequence[Choice], pretend: FakeMode, *, frees: bool = False) -> Tried:
@@ -111,4 +99,12 @@ class _Trial:
         after = (sample.live_bytes for sample in self.measurement.timeline[self._start :])
         levels = self._saved, self._forward, max(after, default=self._saved)
         saved, forward, backward = (level - self._level for level in levels)
-        return Tried(saved, forward, backward, self._ran, self._calls, self._watched, self._host_bytes)
+        return Tried(
+            saved_bytes=saved,
+            forward_bytes=forward,
+            backward_bytes=backward,
+            host_bytes=self._host_bytes,
+            calls=self._calls,
+            watched=self._watched,
+            ops=self._ran,
+        )
