@@ -1,8 +1,8 @@
 """The law of the recorded step: what is read from a record is what the engine does, for any choice.
 
 The planner knows the engine's rules a second time (`planner/evaluate.py`). Each kind of layer of the zoo and of the odd
-models is recorded once, and sampled choices are evaluated by the record and tried with the engine on fake tensors: all
-three figures are equal to the byte, and the same operations run.
+models is recorded once, two in a row too, and sampled choices are evaluated by the record and tried with the engine on
+fake tensors: all three figures are equal to the byte, and the same operations run.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from support.recorded import flops, segment_options
 from support.zoo import FEW, ZOO, scalar_loss
 from torch_recompute import ArgumentError, Choice
 from torch_recompute.memory.loop import Loop
+from torch_recompute.planner.alone import SegmentCall
 from torch_recompute.planner.evaluate import evaluate
 from torch_recompute.planner.options import TRIED, SegmentOptions
-from torch_recompute.planner.segments import capture
+from torch_recompute.planner.record import RecordedSegment
+from torch_recompute.planner.segments import capture, group, regions_of_groups, spans
 from torch_recompute.planner.tape import Tape, What
 from torch_recompute.planner.trials import attempt
 from torch_recompute.simulation.devices import ITSELF
@@ -62,9 +64,11 @@ ROWS = [
 
 @dataclass(frozen=True)
 class Sampled:
-    """A kind of layer, and choices for it in the paths of its record."""
+    """A kind of layer, or several of it in a row, and choices for them in the paths of their record."""
 
     segment: SegmentOptions
+    call: SegmentCall
+    record: RecordedSegment
     choices: list[list[Choice]]
 
 
@@ -80,7 +84,7 @@ def step_of(name: str) -> TrainingStep:
 
 
 def sampled(name: str) -> Iterator[Sampled]:
-    """Each kind of layer of a row that allows regions, with no region and some choices."""
+    """Each kind of layer of a row that allows regions, with no region and some choices; and two in a row, as one."""
     step, chosen = step_of(name), random.Random(0)
     captured = capture(step, step.runs_on)
     for kind in dict.fromkeys(captured.kinds):
@@ -94,7 +98,13 @@ def sampled(name: str) -> Iterator[Sampled]:
             continue
         every = [option.regions for option in segment.evaluated()[1:]]
         some = chosen.sample(every, min(SAMPLES, len(every)))
-        yield Sampled(segment, [segment.placed(regions) for regions in ((), *some)])
+        choices = [segment.placed(regions) for regions in ((), *some)]
+        yield Sampled(segment, segment.call, segment.segment, choices)
+        start, numbers = spans(captured, kind)
+        if numbers:
+            call, paths = group(captured, start, numbers[0])
+            groups = [segment.placed([region], paths) for region in regions_of_groups(segment.candidates.kinds)]
+            yield Sampled(segment, call, segment.recorded(call), groups)
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -102,12 +112,14 @@ def sampled(name: str) -> Iterator[Sampled]:
 def test_a_record_says_what_the_engine_does(name: str) -> None:
     """Bytes stored, the most of forward and of backward, and what runs are those of a trial, for sampled choices."""
     for one in sampled(name):
-        captured, segment = one.segment.captured, one.segment.segment
+        captured, segment = one.segment.captured, one.record
         for choices in one.choices:
             tape = segment.carrying if any(choice.carry for choice in choices) else segment.tape
             found = evaluate(tape, choices)
+            assert not tape.why_not
+            assert not found.is_refused
             with captured.running():
-                tried = attempt(one.segment.call, choices, captured.pretend)
+                tried = attempt(one.call, choices, captured.pretend)
             levels = found.saved_bytes, found.forward_bytes, found.backward_bytes
             assert levels == (tried.saved_bytes, tried.forward_bytes, tried.backward_bytes), choices
             assert found.calls == tried.calls, choices

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from ..plan.calls import ALL_PRODUCTS
 from ..plan.choice import VALUES_UNUSED, Choice, joined
+from ..plan.roles import inside
 from .alone import Figures
 from .candidates import CallKey
 from .tape import DECISION, Tape, Values, What
@@ -193,6 +194,7 @@ class _Region:
         passed: Those that the region before it makes again.
         inputs: The storages that it holds: inputs, and copies of what it puts back.
         passing: The copies that it drops when its forward ends.
+        met: The modules that it has called so far, if it is within another region.
         order: For each tensor that autograd saved in it, outside of kept calls, its number; None for one that needs no
             rebuilding.
         slots: What has to be rebuilt, and the storage once it is: saved tensors by number, and what the region inside
@@ -223,7 +225,8 @@ class _Region:
     aliases: set[int] = field(default_factory=set[int])
     kept: dict[int, list[tuple[int, int]]] = field(default_factory=dict[int, list[tuple[int, int]]])
     waits: int = 0
-    passing: int | None = None
+    passing: list[int] = field(default_factory=list[int])
+    met: list[str] = field(default_factory=list[str])
     over: bool = False
     gone: bool = False
 
@@ -338,6 +341,8 @@ class _Walk:
             elif what == SAVE:
                 self._save(x, stack[-1] if stack else None, within, at)
             elif what == ENTER:
+                if stack and stack[-1].around is not None:
+                    self._meet(stack[-1], x)
                 here = self._of.get(tape.modules[x].path)
                 if here is not None:
                     stack.append(self._enter(*here, i, x, chains))
@@ -379,7 +384,8 @@ class _Walk:
         region.inputs = [storage for storage in call.given if storage in self._holders]
         for storage in region.inputs:
             self.hold(storage)
-        self._copy_buffers(region)
+        entered = self.tape.modules[region.call]
+        self._copy(region, entered.copied_bytes, entered.forward_bytes)
         return region
 
     def _enter_inside(self, around: _Region, begin: int, number: int) -> _Region:
@@ -396,23 +402,30 @@ class _Walk:
             else:
                 around.slots["input", storage] = None
                 around.order.append(("input", storage))
-        self._copy_buffers(region)
+        self._copy(region, *self.tape.modules[number].own_bytes)
         return region
 
-    def _copy_buffers(self, region: _Region) -> None:
-        call = self.tape.modules[region.call]
-        if call.copied_bytes:
-            region.inputs.append(self.new(call.copied_bytes))
-        if call.forward_bytes:
-            region.passing = self.new(call.forward_bytes)
+    def _copy(self, region: _Region, kept: int, passing: int) -> None:
+        """Has a region copy what modules hold: what it keeps, and what it drops when its forward ends."""
+        if kept:
+            region.inputs.append(self.new(kept))
+        if passing:
+            region.passing.append(self.new(passing))
+
+    def _meet(self, region: _Region, number: int) -> None:
+        """Has the region of one layer of a group copy what a module holds, when it first calls it."""
+        call = self.tape.modules[number]
+        if not any(inside(call.path, met) for met in region.met):
+            region.met.append(call.path)
+            self._copy(region, call.copied_bytes, call.forward_bytes)
 
     def _events(self, region: _Region) -> Sequence[tuple[int, int]]:
         return self.tape.events[region.begin : region.end]
 
     def _leave(self, region: _Region, end: int, chains: dict[int, _Region]) -> None:
         region.end = end
-        if region.passing is not None:
-            self.drop(region.passing)
+        for storage in region.passing:
+            self.drop(storage)
         if region.results and (region.around or region).is_last:
             until = region.needed_until
             for result in list(region.results):

@@ -18,7 +18,7 @@ counted: `Tape.why_not` says why, and choices are tried one by one.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -162,10 +162,10 @@ class _Recorder:
         if not self._weights.isdisjoint(self._copied | self._unchanged):
             self._cannot("it holds the memory of a parameter in an attribute, too")
 
-    def _bytes_copied(self, module: nn.Module) -> tuple[int, int]:
-        """The bytes that a region of a module copies: those that it keeps, and those that its forward alone has."""
+    def _bytes_copied(self, modules: Iterable[nn.Module]) -> tuple[int, int]:
+        """The bytes that a region copies of modules: those that it keeps, and those that its forward alone has."""
         found, seen = [0, 0], set[int]()
-        for copied in (one for part in module.modules() for one in self._copies.get(id(part), ())):
+        for copied in (one for part in modules for one in self._copies.get(id(part), ())):
             if copied.memory.isdisjoint(seen):
                 seen |= copied.memory
                 found[not copied.is_kept] += copied.nbytes
@@ -354,7 +354,9 @@ class _Recorder:
         self._stack.append((path, len(self._tape.modules)))
         if torch.is_grad_enabled():  # else a region is the plain call
             self.note(What.ENTER, len(self._tape.modules))
-        call = ModuleCall(path, self._numbers_of(tensors), *self._bytes_copied(module))
+        call = ModuleCall(
+            path, self._numbers_of(tensors), *self._bytes_copied(module.modules()), self._bytes_copied([module])
+        )
         self._tape.modules.append(call)
         for storage in call.given:
             self._reads.setdefault(storage, []).append(call)

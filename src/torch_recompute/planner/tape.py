@@ -91,8 +91,9 @@ class ModuleCall:
     Attributes:
         path: Its path.
         given: The storages that it was given.
-        copied_bytes: Of what its modules hold that a region of it copies and keeps, to put it back.
+        copied_bytes: Of what it and the modules below hold that a region of it copies and keeps, to put it back.
         forward_bytes: Of what a region copies and drops when its forward has not changed it.
+        own_bytes: Both of what it holds itself.
         is_changed: Whether the segment has written to what it was given since, so that it cannot run again.
     """
 
@@ -100,6 +101,7 @@ class ModuleCall:
     given: tuple[int, ...]
     copied_bytes: int
     forward_bytes: int
+    own_bytes: tuple[int, int]
     is_changed: bool = False
 
 
