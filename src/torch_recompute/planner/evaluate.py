@@ -26,7 +26,7 @@ from ..plan.choice import VALUES_UNUSED, Choice, joined
 from ..plan.roles import inside
 from .alone import Figures
 from .candidates import CallKey
-from .tape import DECISION, Tape, Values, What
+from .tape import DECISION, Saved, Tape, Values, What
 
 MAKE, FREE, SAVE, READ, RELEASE, DROP, ENTER, LEAVE, BEGIN, END = map(int, What)
 
@@ -458,32 +458,30 @@ class _Walk:
     def _save(self, number: int, region: _Region | None, within: int, at: int) -> None:
         """Autograd saves a tensor: outside of regions, in one, or in a call that it keeps."""
         saved = self.tape.saves[number]
-        fixed = saved.storage < 0 or saved.weight
         if region is None:
-            if not fixed:
+            if not saved.is_fixed:
                 self.hold(saved.storage)
                 self._saved[number] = saved.storage
             return
         region.waits += 1
-        known = fixed or saved.storage in region.own
+        rebuilt = self._is_rebuilt(saved, region, within)
+        if rebuilt:
+            region.slots[number] = None
+        if within < 0:
+            region.order.append(number if rebuilt else None)
+        elif rebuilt:
+            region.kept[within].append((number, at))
+        stays = None if rebuilt or saved.is_fixed else saved.storage
+        if stays is not None:
+            self.hold(stays)
+        self._saved[number] = _Slot(region, stays)
+
+    def _is_rebuilt(self, saved: Saved, region: _Region, within: int) -> bool:
+        """Whether a replay rebuilds a tensor that autograd saves in a region, or in a call that it keeps."""
+        known = saved.is_fixed or saved.storage in region.own
         if within >= 0:
-            if not known and saved.storage in self.tape.calls[within].given:
-                region.slots[number] = None
-                region.kept[within].append((number, at))
-                self._saved[number] = _Slot(region, None)
-                return
-        else:
-            known = (known or saved.storage in region.aliases) and not saved.copied_bytes
-            region.order.append(None if known else number)
-            if not known:
-                region.slots[number] = None
-                self._saved[number] = _Slot(region, None)
-                return
-        if fixed:
-            self._saved[number] = _Slot(region, None)
-        else:
-            self.hold(saved.storage)
-            self._saved[number] = _Slot(region, saved.storage)
+            return not known and saved.storage in self.tape.calls[within].given
+        return bool(saved.copied_bytes) or not (known or saved.storage in region.aliases)
 
     # --- backward ---
 

@@ -83,6 +83,11 @@ class Saved(NamedTuple):
     weight: bool
     copied_bytes: int = 0
 
+    @property
+    def is_fixed(self) -> bool:
+        """Whether it is there all the time, as a weight."""
+        return self.storage < 0 or self.weight
+
 
 @dataclass
 class ModuleCall:
