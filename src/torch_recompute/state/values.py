@@ -100,7 +100,8 @@ def save_for_recompute(*data: Any, key: Hashable = None) -> None:
     """
     _end_graph()
     run = thread.run
-    thread.plain_calls += run is None
+    if run is None and not torch.compiler.is_compiling():
+        thread.plain_calls += 1
     if run is None or run.replaying:
         return
     if found := _first_with_grad(data):
