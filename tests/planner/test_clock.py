@@ -21,7 +21,7 @@ from torch_recompute.doctor import examine
 from torch_recompute.doctor.verify import Verification
 from torch_recompute.planner import clock as clock_module
 from torch_recompute.planner import planner
-from torch_recompute.planner.clock import Clocked, Replays, Scale, clock, obstacle, spread_of
+from torch_recompute.planner.clock import Clocked, Replays, Scale, clock, spread_of, why_not_timed
 from torch_recompute.planner.cost import Costs, Graph, Kind, Node, Option, Segment, Solution
 from torch_recompute.planner.planner import Planner
 from torch_recompute.planner.prices import Measured
@@ -281,11 +281,11 @@ def test_what_is_not_run_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "clock", refuse)
     assert profile(model, (ids,), device="h100", loss=mean_loss).timing == ""
     assert "not scaled to a whole step: one raised ValueError" in profile(model, (ids,), loss=mean_loss).timing
-    assert obstacle(model, (ids,), {}, CPU) == ""
-    assert obstacle(model, (ids.to("meta"),), {}, CPU) == "a tensor is on meta and not on cpu"
+    assert why_not_timed(model, (ids,), {}, CPU) == ""
+    assert why_not_timed(model, (ids.to("meta"),), {}, CPU) == "a tensor is on meta and not on cpu"
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    assert obstacle(model, (ids,), {}, CPU) == "other ranks could be waited for"
+    assert why_not_timed(model, (ids,), {}, CPU) == "other ranks could be waited for"
 
 
 def test_the_scale_is_what_regions_add_over_what_prices_say() -> None:

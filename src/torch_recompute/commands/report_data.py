@@ -33,7 +33,7 @@ from ..planner.hosts import stores_for
 from ..planner.ops import Op, op_of
 from ..planner.planner import Planner
 from ..planner.prices import Measured, prices_for
-from ..simulation import Moment, Simulation, after_others, simulate_step
+from ..simulation import Moment, Simulation, simulate_step, with_carried_state
 from ..simulation.devices import DEVICES, Roofline
 from ..simulation.training_step import TrainingStep
 from .models import POINTS, curve
@@ -113,7 +113,7 @@ class Clock:
 
         prepare = None if plan is None else lambda copy: apply(copy, plan, stores=stores)
         simulation = simulate_step(self.step, prepare=prepare, watch=watch)
-        later = after_others(self.step, simulation)
+        later = with_carried_state(self.step, simulation)
         if later is not None:
             self.step = later
             return self.timed(plan)

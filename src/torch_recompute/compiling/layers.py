@@ -34,7 +34,7 @@ from ..plan.ranks import Ranks
 from ..plan.roles import inside
 from ..plan.units import find_units
 from ..simulation.context_parallel import ONE_GRAPH, SharedKernels
-from ..simulation.fused import class_with, moved
+from ..simulation.fused import class_with, run_copy_kernel
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def _traced(
         return [x for x in results if isinstance(x, torch.Tensor)]
 
     try:
-        run = graph_on_fakes(flat, tensors, moved)
+        run = graph_on_fakes(flat, tensors, run_copy_kernel)
     except Exception as error:
         said = (str(error).strip().splitlines() or [""])[0].rstrip(".")
         raise errors.ArgumentError(

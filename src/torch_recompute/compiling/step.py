@@ -30,7 +30,7 @@ from ..memory.operations import Operation
 from ..plan.plan import Plan, Prediction
 from ..planner.ops import Meta, Op, op_of
 from ..planner.prices import Measured, prices_for
-from ..simulation import Simulation, after_others, simulate_step
+from ..simulation import Simulation, simulate_step, with_carried_state
 from ..simulation.training_step import TrainingStep
 from .choosing import Attempt, Chooser, approach
 from .layers import fake_on
@@ -185,7 +185,7 @@ def _simulated(step: TrainingStep, allowed: int) -> CompiledStep:
             "  torch.compile(model, fullgraph=True) shows the line. Without compiled=True the plan's regions hold in "
             "compiled models as well, and around graph breaks."
         ) from error
-    later = after_others(step, simulation)
+    later = with_carried_state(step, simulation)
     if later is not None:
         return _simulated(later, allowed)
     assert partition.chooser is not None

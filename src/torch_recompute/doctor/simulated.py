@@ -47,7 +47,7 @@ from ..plan.plan import Plan
 from ..planner.hosts import stores_for
 from ..planner.ops import op_of
 from ..planner.planner import Planner
-from ..simulation import Simulation, after_others, simulate_step
+from ..simulation import Simulation, simulate_step, with_carried_state
 from ..simulation.training_step import TrainingStep, loss_of
 from ..state.observer import Observer, observing, running
 from ..state.tape import thread
@@ -305,7 +305,7 @@ class SimulatedSteps:
                 self.plain = self.planned(Plan(), watch=self._repeats.operation)
             with observing(self.regions):
                 self.step = self.counted = self._as_regions(loss=closing, watch=self.regions.operation)
-            later = after_others(self._step, self.step)
+            later = with_carried_state(self._step, self.step)
             if later is not None:
                 self._step, self.plain = later, self.planned(Plan(), loop=later.loop)
             if self._step.loop.keeps_gradients or self.foreign or later is not None:

@@ -122,7 +122,7 @@ class Scale:
         return tuple(replace(option, seconds=option.seconds * self.replays) for option in options)
 
 
-def obstacle(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> str:
+def why_not_timed(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> str:
     """Why a step of a model cannot be run here; empty where it can."""
     group = torch.distributed
     if group.is_available() and group.is_initialized() and group.get_world_size() > 1:

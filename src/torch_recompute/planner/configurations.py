@@ -33,7 +33,7 @@ from ..plan.config import FILES, Policy, RecomputeConfig, find, plan_of
 from ..plan.labels import choices, matching, notes
 from ..plan.plan import Plan
 from ..plan.units import find_units
-from ..simulation import Simulation, after_others, simulate_step
+from ..simulation import Simulation, simulate_step, with_carried_state
 from ..simulation.devices import Roofline
 from ..simulation.recording import SHARDING
 from ..simulation.training_step import TrainingStep, elements
@@ -261,7 +261,7 @@ def _simulated(step: TrainingStep, plan: Plan) -> _Ran:
         log.see(place, operation)
 
     found = simulate_step(step, prepare=lambda copy: apply(copy, plan, stores=stores), watch=count)
-    later = after_others(step, found)
+    later = with_carried_state(step, found)
     return _Ran(found, log, most_hosted) if later is None else _simulated(later, plan)
 
 

@@ -143,14 +143,16 @@ class Search(ABC):
                 break
             start = self.best
             plan = self._least_plan(start)
+        needs: list[tuple[int, int]] = []
         while True:
             lengths = self.lengths()
             try:
                 return self._plans(lengths, allowed)
-            except errors.BudgetError:  # the least plan of this length itself may need a little more
+            except errors.BudgetError as error:  # the least plan of this length itself may need more
                 if self.best <= self.grain:
                     raise
-                self.less()
+                needs.append((self.best, error.smallest))
+                self.less(needs, allowed)
 
     @abstractmethod
     def _peak(self, plan: Plan, made_at: int, length: int) -> Peak:
@@ -214,10 +216,18 @@ class Search(ABC):
         parts = (self.best * part // SIZES // unit * unit for part in range(1, SIZES))
         return sorted({self.best, *filter(None, parts)})
 
-    def less(self) -> None:
-        """Takes a little less than the most that was found."""
-        unit = self.grain
-        self.best -= max(unit, self.best // FINE // unit * unit)
+    def less(self, needs: Sequence[tuple[int, int]], allowed: int) -> None:
+        """Takes less than the most that was found: so much as the line through the last two needs says.
+
+        Args:
+            needs: Lengths that do not fit, each with the least that it needs; the last is the most that was found.
+            allowed: The bytes of the budget.
+        """
+        unit, (length, need) = self.grain, needs[-1]
+        step = length * (need - allowed) // need  # of one alone, as if nothing of it were there at any length
+        if len(needs) > 1 and needs[-2][1] > need:
+            step = (needs[-2][0] - length) * (need - allowed) // (needs[-2][1] - need)
+        self.best -= max(unit, length // FINE // unit * unit, min(step, length - unit) // unit * unit)
 
     def _nothing_fits(self, allowed: Limit | int, peak: int, held: str) -> str:
         said = allowed.said if isinstance(allowed, Limit) else errors.size(allowed)

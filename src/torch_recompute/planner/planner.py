@@ -41,13 +41,13 @@ from ..plan.libraries import switched
 from ..plan.plan import Plan, Switched
 from ..plan.roles import inside, relative
 from ..plan.wrappers import described
-from ..simulation import Simulation, after_others, simulate_step
+from ..simulation import Simulation, simulate_step, with_carried_state
 from ..simulation.devices import Work
 from ..simulation.training_step import ALONE, TrainingStep, loss_of
 from .alone import SegmentCall
 from .calibrate import calibrate
 from .candidates import offloads
-from .clock import Clocked, Scale, clock, obstacle
+from .clock import Clocked, Scale, clock, why_not_timed
 from .cost import (
     NOTHING,
     Costs,
@@ -68,7 +68,7 @@ from .prices import Measured, prices_for
 from .profile import Profile
 from .segments import CapturedCall, capture, segment_paths
 from .sent import Sent, parts_of, sent, update_seconds
-from .solve import choices_of, choose, frontier, planned, smallest, untied
+from .solve import choices_of, choose, frontier, planned, smallest, unplannable_repeated_modules
 from .tiling import InTiles, in_tiles, mlps_in_words, mlps_of
 from .trials import attempt
 
@@ -195,7 +195,7 @@ class Planner:
             self.plain.peak_bytes,
             tuple((path, described(self.step.model.get_submodule(path))) for path in dict.fromkeys(("", *self.paths))),
             self._routers,
-            untied(self.costs),
+            unplannable_repeated_modules(self.costs),
             self.plain.advice,
             self._timing,
             self._loop,
@@ -416,7 +416,7 @@ class Planner:
         """The scale of prices by steps that are run here; or why none is, in words."""
         device = self.plain.device
         model, call = self.step.model, self.step.call
-        why = "it is one of several ranks" if self.step.ranks != ALONE else obstacle(model, *call, device)
+        why = "it is one of several ranks" if self.step.ranks != ALONE else why_not_timed(model, *call, device)
         if why:
             return why
         try:
@@ -471,7 +471,7 @@ class Planner:
         doing(f"simulating the step with {counted(len(key), 'region')}" if key else "simulating the step")
         watch = count if key == self.always.choices else None
         found = simulate_step(self.step, prepare=prepare, watch=watch)
-        later = after_others(self.step, found)
+        later = with_carried_state(self.step, found)
         if later is not None:
             self.step = later
             return self.simulated(plan)

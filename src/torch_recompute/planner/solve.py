@@ -298,7 +298,7 @@ class Solver:
         return falling
 
 
-def untied(costs: Costs) -> tuple[tuple[str, str], ...]:
+def unplannable_repeated_modules(costs: Costs) -> tuple[tuple[str, str], ...]:
     """The modules that are called several times and have no region that fits all their calls, and why."""
     why = "is called {} times in one forward, and no region can be the same in all of them"
     return tuple((path, why.format(n)) for path, n in _repeated(costs).items() if len(_ways(costs, path)) == 1)

@@ -525,7 +525,7 @@ class _Microbatches:
         try:
             with torch.set_grad_enabled(self._is_first):
                 self._out = of.model(*args, **kwargs)
-        except _Left:
+        except _StageEnded:
             pass
         if self._is_last:
             of.modules.step = "loss"
@@ -569,7 +569,7 @@ class _Microbatches:
     def _leaving(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def leave(*args: Any, **kwargs: Any) -> Any:
             self._out = forward(*args, **kwargs)
-            raise _Left
+            raise _StageEnded
 
         return leave
 
@@ -686,7 +686,7 @@ class _ShardedMicrobatches(_Microbatches):
         try:
             with torch.set_grad_enabled(self._is_first):
                 self._out = of.model(*args, **kwargs)
-        except _Left:
+        except _StageEnded:
             if self._exit is not None:
                 self._exit.after_forward(self._exit.module, None, self._out)
         with torch.enable_grad():
@@ -704,7 +704,7 @@ class _ShardedMicrobatches(_Microbatches):
         return self._entry.before_forward(self._entry.module, args, kwargs)
 
 
-class _Left(Exception):
+class _StageEnded(Exception):
     """The forward is left after a stage."""
 
 

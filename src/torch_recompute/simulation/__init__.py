@@ -7,6 +7,6 @@ what PyTorch decomposes otherwise on CUDA, `result.py` the figures.
 """
 
 from .result import Moment, Simulation
-from .step import after_others, simulate, simulate_step
+from .step import simulate, simulate_step, with_carried_state
 
-__all__ = ["Moment", "Simulation", "after_others", "simulate", "simulate_step"]
+__all__ = ["Moment", "Simulation", "simulate", "simulate_step", "with_carried_state"]

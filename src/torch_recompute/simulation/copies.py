@@ -34,7 +34,7 @@ from .._torch.tensors import each_tensor
 from ..engine.taken import EMPTY, MANY, content_of
 from ..memory.operations import kind_of
 from ..memory.saved import BeforeWrites, Container, contents, fill
-from .made_up import floats, is_hollow, keeps_values, stays
+from .made_up import floats, is_hollow, keeps_real_values, keeps_values
 
 
 class Faker:
@@ -158,7 +158,12 @@ class Faker:
         with torch.no_grad():
             if keeps_values(tensor):
                 return tensor.detach().clone().to(device)
-            if not isinstance(tensor, nn.Parameter) and is_hollow(tensor) and not floats(tensor) and stays(tensor):
+            if (
+                not isinstance(tensor, nn.Parameter)
+                and is_hollow(tensor)
+                and not floats(tensor)
+                and keeps_real_values(tensor)
+            ):
                 self.assumed[f"{name or 'a tensor'} has no values: taken to be ones"] = None
                 return torch.ones(tensor.shape, dtype=tensor.dtype, device=device)
             return self._over_storage(tensor, device)

@@ -41,7 +41,7 @@ from ..memory.operations import Operation, PlainFormulas, Seen, with_numbers
 from ..memory.saved import BeforeWrites, generators_as_before
 from ..memory.workspaces import RECURRENT, reserve, takes_nothing, target_of, watched, workspace
 from .cuda_decompositions import AsOnCuda, autocast_of_cuda, capability_of
-from .made_up import MadeUp, counts, is_code, is_room, stays
+from .made_up import MadeUp, counts, is_code, is_empty_float, keeps_real_values
 from .recipes import DRAWS, GROUPED, MASKED, UNKNOWN, Recipes, key_of, kind_of
 
 aten: Any = torch.ops.aten
@@ -207,7 +207,7 @@ class FakeMode(TorchDispatchMode):
             real = True
         elif reads:  # integers stay as they are, the rest becomes fake
             out = self._run(func, args, kwargs)
-            return each_tensor(out, lambda value: value if stays(value) else self._fake(value))
+            return each_tensor(out, lambda value: value if keeps_real_values(value) else self._fake(value))
         written = leaves(_torch.written_by(func, args, kwargs)) if real and writing else ()
         if any(type(tensor) is not FakeTensor for tensor in written):
             return self._run(func, args, kwargs)
@@ -231,11 +231,13 @@ class FakeMode(TorchDispatchMode):
         if not any(kind_of(func)):
             out = self._simulated(func, args, kwargs, real)
             made, given = leaves(out), max((x.numel() for x in leaves((args, kwargs))), default=0)
-            if not all(stays(x, given) for x in made) or (not real and any(is_code(x) or is_room(x) for x in made)):
+            if not all(keeps_real_values(x, given) for x in made) or (
+                not real and any(is_code(x) or is_empty_float(x) for x in made)
+            ):
                 return out
-        return self._in_the_act(func, args, kwargs)
+        return self._run_measuring_workspace(func, args, kwargs)
 
-    def _in_the_act(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run_measuring_workspace(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs an operation on real tensors, and sees what it takes."""
         for watching in BeforeWrites.open:
             watching.see(func, args, kwargs)
@@ -283,7 +285,7 @@ class FakeMode(TorchDispatchMode):
 
         given, named = each_tensor((args, kwargs), real)
         try:
-            return self._in_the_act(func, given, named)
+            return self._run_measuring_workspace(func, given, named)
         except RuntimeError as error:
             raise errors.RecomputeError(_cannot_simulate(str(func), self._where(), error)) from error
 

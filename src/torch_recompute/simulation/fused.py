@@ -98,7 +98,7 @@ KERNEL: Any = torch.ops.torch_recompute.kernel.default
 """A fused kernel, as an operation."""
 
 
-def moved(given: Sequence[Any]) -> None:
+def run_copy_kernel(given: Sequence[Any]) -> None:
     """Runs a kernel that reads or writes each of some tensors, and makes none."""
     tensors = list({id(x): x for x in given if isinstance(x, torch.Tensor)}.values())
     if tensors:

@@ -57,7 +57,7 @@ def is_decided(result: torch.Tensor) -> bool:
     return not floats(result) and result.dtype not in _NO_CHOICE and result.numel() <= MADE_UP
 
 
-def stays(tensor: torch.Tensor, given: int = 0) -> bool:
+def keeps_real_values(tensor: torch.Tensor, given: int = 0) -> bool:
     """Whether a tensor that could be real is; `given` are the elements of the largest one that it comes from."""
     return tensor.numel() <= (max(FLOATS, min(given, MASKS)) if floats(tensor) else INTEGERS)
 
@@ -67,7 +67,7 @@ def counts(func: Any, given: Sequence[torch.Tensor], results: Sequence[torch.Ten
     if torch.Tag.nondeterministic_seeded in func.tags or any(tensor.dtype is not torch.bool for tensor in given):
         return False
     most = max((tensor.numel() for tensor in given), default=0)
-    return most <= MADE_UP and any(is_decided(x) or (floats(x) and stays(x, most)) for x in results)
+    return most <= MADE_UP and any(is_decided(x) or (floats(x) and keeps_real_values(x, most)) for x in results)
 
 
 def is_code(tensor: torch.Tensor) -> bool:
@@ -75,7 +75,7 @@ def is_code(tensor: torch.Tensor) -> bool:
     return tensor.dtype is torch.uint8 and tensor.numel() > FLOATS
 
 
-def is_room(tensor: torch.Tensor) -> bool:
+def is_empty_float(tensor: torch.Tensor) -> bool:
     """Whether a tensor that comes from no other has no elements, and so may come to be over a fake one's memory."""
     return floats(tensor) and not tensor.numel()
 
@@ -89,7 +89,7 @@ def keeps_values(tensor: torch.Tensor) -> bool:
     """Whether the copy of a tensor has its values, which the step may then depend on."""
     if isinstance(tensor, nn.Parameter) or tensor.requires_grad or is_wrapper(tensor):
         return False
-    return tensor.layout is torch.strided and stays(tensor) and not is_hollow(tensor)
+    return tensor.layout is torch.strided and keeps_real_values(tensor) and not is_hollow(tensor)
 
 
 @cache

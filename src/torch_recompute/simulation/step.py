@@ -167,7 +167,7 @@ def simulate_step(
     """Simulates a training step on a fake copy of its model; `simulate` is this with a plan, and says the rest.
 
     The step of a model that keeps tensors from call to call is one after others. With `watch` it is so where the step's
-    `loop` says it: see `after_others`.
+    `loop` says it: see `with_carried_state`.
 
     Args:
         step: The step.
@@ -183,7 +183,7 @@ def simulate_step(
     try:
         with torch.inference_mode(False), torch.enable_grad(), uncompiled(step.model):
             found = _simulated(step, prepare, watch, rounding)
-            later = after_others(step, found)
+            later = with_carried_state(step, found)
             if watch is None and later is not None:
                 found = _simulated(later, prepare, watch, rounding)
             keep()
@@ -207,7 +207,7 @@ def _simulated(step: TrainingStep, *how: Any) -> Simulation:
         return _SimulatedStep(step, *how).result()
 
 
-def after_others(step: TrainingStep, found: Simulation) -> TrainingStep | None:
+def with_carried_state(step: TrainingStep, found: Simulation) -> TrainingStep | None:
     """The same step after others, if its model keeps tensors from call to call; None where `found` is of that one."""
     kept = found.loop.state_bytes
     return replace(step, loop=replace(step.loop, state_bytes=kept)) if kept and not step.loop.state_bytes else None
