@@ -64,7 +64,7 @@ class Option:
     def is_full(self) -> bool:
         """Returns whether it recomputes all of one segment, and keeps no call for its values."""
         (region, *others) = self.regions or (Choice(()),)
-        plain = not (others or region.tiles or region.store or region.nested)
+        plain = self.span == 1 and not (others or region.tiles or region.store or region.nested)
         return plain and region.paths == ("",) and all(kept.calls == VALUES_UNUSED for kept in region.kept)
 
     @property
