@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import random
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -40,6 +40,7 @@ from torch_recompute._torch.fakes import FakeTensor, FakeTensorMode
 from torch_recompute.memory import workspaces
 from torch_recompute.memory.cuda_kernels import kept_by_cublas
 from torch_recompute.memory.operations import Operations
+from torch_recompute.planner import options as planner_options
 from torch_recompute.planner.cost import complaints, peak
 from torch_recompute.planner.planner import Planner
 from torch_recompute.planner.solve import choose
@@ -249,6 +250,28 @@ def test_a_profile_knows_that_calls_share_a_choice() -> None:
     assert [segment.path for segment in found.costs.segments] == ["first", *["block"] * 5, "last"]
     plan = solve(Profile.from_json(found.to_json()), budget=0.3)
     assert [choice.paths for choice in plan.choices if "block" in choice.paths[0]] == [("block",)]
+
+
+@pytest.mark.parametrize("name", ["a product that is changed in place", "an argument that is changed in place"])
+def test_choices_that_the_engine_refuses_are_planned_without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a record does not know that the engine refuses a choice, its simulation does, and another one is taken."""
+    model, x, loss = made(name)
+    plain = planner_options.evaluate
+
+    def free(*given: Any) -> Any:
+        """What is refused is neither known to be, nor costs anything."""
+        found = plain(*given)
+        return replace(found, is_refused=False, saved_bytes=0, replayed={}) if found.is_refused else found
+
+    monkeypatch.setattr(planner_options, "evaluate", free)
+    refused = list[int]()
+    asked = Planner._refused
+    monkeypatch.setattr(Planner, "_refused", lambda *a: refused.append(len(found := asked(*a))) or found)
+    planner = Planner(TrainingStep(model, (x,), {}, loss=loss, device="h100"))
+    plans = [planner.plan(share) for share in (0.0, 0.2, 0.5, 0.8)]
+    assert any(refused)
+    for plan in plans:
+        assert simulate(model, (x,), plan=plan, loss=loss).peak_bytes == plan.predicted_peak_bytes
 
 
 def test_no_choice_for_all_calls_is_better() -> None:

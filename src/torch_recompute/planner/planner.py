@@ -361,7 +361,7 @@ class Planner:
 
     def _checked(self, solve: Callable[[Costs], Solution], first: Costs) -> Iterator[Checked]:
         """Solutions, each from costs that were taken from the simulation before it; the last is exact or as before."""
-        costs, known = first, None
+        costs, kinds, known = first, first.kinds, None
         for _ in range(ROUNDS):
             try:
                 solution = solve(costs)
@@ -377,11 +377,12 @@ class Planner:
             except errors.RecomputeError:
                 if refused := self._refused(solution):
                     costs, known = without(costs, refused.__contains__), None
+                    kinds = costs.kinds
                     continue
                 simulation = self.simulated(plan)
             exact = simulation.peak_bytes == solution.peak_bytes
             if not exact:
-                costs = replace(self._calibrated(simulation, known, costs.step_seconds, self.costs), kinds=first.kinds)
+                costs = replace(self._calibrated(simulation, known, costs.step_seconds, self.costs), kinds=kinds)
             yield solution, simulation, costs
             if exact:
                 return
