@@ -568,7 +568,29 @@ def differentiating() -> Built:
 
 REFUSED = "Differentiates calls torch.func.grad or one of its kind"
 POOLED = ("aten.max_pool2d_with_indices finds ones",)
+
+
+class Told(nn.Module):
+    """Layers that read what the model has set as their attribute, which is made of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        up, down = partial(nn.Linear, WIDTH, 64), partial(nn.Linear, 64, WIDTH)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(
+            Made(lambda m, x: x + m.down(torch.tanh(m.up(x * m.context))), up=up(), down=down()) for _ in "abc"
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        context = self.first(x).tanh()
+        for layer in self.layers:
+            layer.context = context
+            x = layer(x)
+        return x.square().mean()
+
+
 CALLS: dict[str, Odd] = {
+    "layers are told by an attribute": Odd(lambda: (Told(), torch.randn(128, WIDTH), itself), (0.5, 0.1)),
     "one block called five times": shared(),
     "one block called five times, and nothing else": shared(alone=True),
     "an attending block called five times": shared(attends=True),

@@ -111,11 +111,30 @@ def alone(call: SegmentCall, *, frees: bool) -> Generator[nn.ModuleList]:
         for weight in trained:
             stack.callback(weight.register_post_accumulate_grad_hook(_free).remove)
         stack.enter_context(generators_as_before())  # which decide alike in each run
+        stack.enter_context(_without_history(modules))
         try:
             yield modules
         finally:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
+
+
+@contextmanager
+def _without_history(modules: nn.Module) -> Generator[None]:
+    """Gives modules the tensors that others have set as their attributes without the graph that made them.
+
+    A backward of the segment alone ends there; the gradients go nowhere, as those of its inputs.
+    """
+    own = [(vars(module), name, value) for module in modules.modules() for name, value in vars(module).items()]
+    given = [(place, name, value) for place, name, value in own if isinstance(value, torch.Tensor) and value.grad_fn]
+    for place, name, value in given:
+        place[name] = value.detach().requires_grad_()
+        place[name].register_post_accumulate_grad_hook(_free)
+    try:
+        yield
+    finally:
+        for place, name, value in given:
+            place[name] = value
 
 
 def run_alone(call: SegmentCall, at: At, around: AbstractContextManager[Any] | None = None) -> None:
