@@ -373,7 +373,7 @@ FAULTS = (
     ),
     Fault(
         "offload-for-free",
-        "planner/planner.py",
+        "planner/step_options.py",
         "seconds = here.seconds + wait",
         "seconds = here.seconds",
         "waiting for host memory costs nothing in a plan, so slow links are chosen before quick replays",

@@ -72,6 +72,11 @@ class SegmentOptions:
         self._seen: dict[tuple[tuple[str, ...], frozenset[int]], Choice] = {}
 
     @property
+    def count(self) -> int:
+        """The number of segments of the kind."""
+        return self.captured.kinds.count(self.captured.kinds[self._number])
+
+    @property
     def candidates(self) -> Candidates:
         """The calls that a region may keep."""
         return self.segment.candidates
@@ -89,7 +94,7 @@ class SegmentOptions:
         found = [option for regions in (*whole(self.candidates), *joined) if (option := self._of(regions)) is not None]
         if not self.segment.tape.why_not:
             return [self.plain, *found]
-        some = worth_a_trial(found, self.captured.kinds.count(self.captured.kinds[self._number]))
+        some = worth_a_trial(found, self.count)
         tried = (self.tried(option.regions) for option in self._one_by_one(some))
         return [self.plain, *(option for option in tried if option is not None)]
 

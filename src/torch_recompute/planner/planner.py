@@ -18,8 +18,7 @@ a margin on the budget, which is too small for one model and wasteful for all ot
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -39,38 +38,29 @@ from ..plan.apply import Applied, apply
 from ..plan.choice import Choice
 from ..plan.libraries import switched
 from ..plan.plan import Plan, Switched
-from ..plan.roles import inside, relative
 from ..plan.wrappers import described
 from ..simulation import Simulation, simulate_step, with_carried_state
-from ..simulation.devices import Work
 from ..simulation.training_step import ALONE, TrainingStep, loss_of
-from .alone import SegmentCall
 from .calibrate import calibrate
-from .candidates import offloads
 from .clock import Clocked, Scale, clock, why_not_timed
 from .cost import (
     NOTHING,
     Costs,
     FixedChoices,
-    Graph,
     HostMemory,
-    Kind,
     Option,
     Solution,
-    for_all,
-    kinds_for_all,
     without,
 )
-from .hosts import NO_OPTIONS, PlanOptions, limit_of, stores_for, waited
+from .hosts import NO_OPTIONS, PlanOptions, limit_of, stores_for
 from .ops import StepLog
-from .options import SegmentOptions, in_host_memory, undominated, worth_a_trial
 from .prices import Measured, prices_for
 from .profile import Profile
 from .segments import CapturedCall, capture, segment_paths
 from .sent import Sent, parts_of, sent, update_seconds
 from .solve import choices_of, choose, frontier, planned, smallest, unplannable_repeated_modules
+from .step_options import StepOptions
 from .tiling import InTiles, in_tiles, mlps_in_words, mlps_of
-from .trials import attempt
 
 ROUNDS = 8
 
@@ -118,14 +108,13 @@ class Planner:
         paths: The segments, in the order of their calls.
         price: Gives the seconds of an operation.
         optimizer_seconds: Those of the optimizer's step.
-        refused: The kinds of segments that allow no region, each with the reason.
+        options: The ways to treat each kind of segment.
     """
 
     def __init__(self, step: TrainingStep, *, plan_options: PlanOptions = NO_OPTIONS) -> None:
         limit = limit_of(plan_options.offload) if plan_options.offload is not False else None
         self.whole = Planner(step, plan_options=replace(plan_options, tiles=False)) if plan_options.tiles else None
         self.step = step if self.whole is None else self.whole.step
-        self.refused: dict[str, str] = {}
         self._simulations: dict[Regions, Simulation] = {} if self.whole is None else self.whole._simulations
         self._timed: dict[Regions, Clocked] = {}
         self._plans: dict[tuple[int, str], Plan] = {}
@@ -143,9 +132,9 @@ class Planner:
         self.paths, self._kinds = self._captured.paths, self._captured.kinds
         self._routers = self._captured.routers
         self._loop = replace(self.base.loop, autocast=self._captured.autocast)
-        self._ways = (
-            self._options_in_tiles(self.whole) if self.whole else kinds_for_all(self._options(), step.loop.accumulate)
-        )
+        gathers = step.ranks.fully_sharded
+        self.options = StepOptions(self._captured, self.price, self._loop, link=self._link, gathers=gathers)
+        self._ways = self.options.in_tiles(self.whole._ways, self._tiling) if self.whole else self.options.kinds()
         plain = tuple(self._ways[kind].options[0] for kind in self._kinds)
         # Costs that are taken too high may not see that it fits.
         self._without = Solution(plain, self.base.peak_bytes, 0.0, "no regions are needed")
@@ -392,7 +381,7 @@ class Planner:
         ways = {(kind, option) for kind, option in zip(self._kinds, solution.options, strict=True) if option.regions}
         found = set[Option]()
         for kind, option in ways:
-            segment = self._of_kind(kind, self._kinds.index(kind)) if option.span == 1 else None
+            segment = self.options.of_kind(kind) if option.span == 1 else None
             if segment is not None and segment.tried(option.regions) is None:
                 found.add(option)
         if found:
@@ -488,141 +477,10 @@ class Planner:
         parts = tuple(part.times(self.step.loop.accumulate) for part in self._parts.parts.values())
         return replace(costs, host_memory=self._host_memory, host=self._launcher, parts=parts)
 
-    # --- the options of each kind of segment ---
-
-    def _options(self) -> dict[str, Kind]:
-        firsts = {kind: self._kinds.index(kind) for kind in dict.fromkeys(self._kinds)}
-        segments = self._by_kind(firsts)
-        options = {kind: segment.evaluated() for kind, segment in segments.items()}
-        several = {path for path, times in Counter(self.paths).items() if times > 1}
-        for path in several:  # what is called several times has one choice for all its calls
-            _for_all_calls({k: segments[k] for k in segments if segments[k].path == path}, options)
-        ways = dict[str, Kind]()
-        for kind, first in firsts.items():
-            segment = segments.get(kind)
-            if segment is None:
-                ways[kind] = self._without_regions(self._captured.calls[first])
-                continue
-            graph = segment.priced.graph
-            some = undominated(options[kind])
-            if self._link is not None:
-                some += tuple(self._offloaded(segment, some))
-            if not self.step.ranks.fully_sharded:  # whose layers are gathered one by one
-                some += tuple(segment.grouped())
-            kept = options[kind] if segment.path in several else undominated(some)
-            ways[kind] = Kind(tuple(kept), _ends_in_result(graph), segment.priced.work)
-        return ways
-
-    def _by_kind(self, firsts: Mapping[str, int]) -> dict[str, SegmentOptions]:
-        """The kinds of segments that allow regions, by where the first of each is; at least one must."""
-        found = {kind: one for kind, first in firsts.items() if (one := self._of_kind(kind, first)) is not None}
-        if not found:
-            raise errors.ArgumentError(next(iter(self.refused.values())))
-        return found
-
-    def _of_kind(self, kind: str, first: int) -> SegmentOptions | None:
-        """The options of a kind of segment; None where it allows no region, and then the reason is kept."""
-        doing(f"recording {self.paths[first]}")
-        frees = self._loop.frees_gradients
-        try:
-            found = SegmentOptions(self._captured, first, self.price, self._launcher, frees=frees)
-        except errors.ArgumentError as error:
-            self.refused[kind] = str(error)
-            return None
-        if found.segment.tape.why_not:
-            why = found.segment.tape.why_not
-            self.refused[kind] = f"of {found.path} only the most promising choices are looked at: {why}"
-        return found
-
-    def _without_regions(self, call: SegmentCall) -> Kind:
-        """The one option of a segment that allows no region."""
-        with self._captured.running():
-            found = attempt(call, [], self._captured.pretend, frees=self._loop.frees_gradients)
-        work = Work(
-            sum(self.price(op) * count for op, count in found.ops.items()),
-            sum(count for op, count in found.ops.items() if not op.in_host_memory),
-        )
-        return Kind((Option((), found.saved_bytes, found.forward_bytes, found.backward_bytes, 0.0),), work=work)
-
     def _assumed(self, simulation: Simulation) -> tuple[str, ...]:
         """Returns the assumptions of a simulation, and why some layers allow no region."""
-        refused = (self.whole or self).refused.values()
+        refused = (self.whole or self).options.refused.values()
         return (*simulation.assumed, *dict.fromkeys(text.partition("\n")[0] for text in refused))
-
-    def _forward_seconds(self, segment: SegmentOptions) -> float:
-        """Seconds of a segment's forward."""
-        return self._launcher.seconds(segment.priced.forward_work)
-
-    def _options_in_tiles(self, whole: Planner) -> dict[str, Kind]:
-        """The options of each kind of segment without tiles, and those with an MLP in tiles beside them."""
-        ways = dict(whole._ways)
-        for kind, own in whole._ways.items() if self._tiling.mlps else ():
-            segment = self._of_kind(kind, self._kinds.index(kind))
-            if segment is None:
-                continue
-            tried = self._in_tiles(segment, own.options)
-            tiled = [for_all(option, self.step.loop.accumulate) for option in tried]
-            graph = own.graph and replace(own.graph, backward_bytes=0)  # an operation in tiles takes less at once
-            if tiled:
-                options = (*own.options, *tiled)
-                kept = options if self.paths.count(segment.path) > 1 else undominated(options)
-                ways[kind] = Kind(kept, graph, own.work)
-        return ways
-
-    def _in_tiles(self, segment: SegmentOptions, options: Sequence[Option]) -> Iterator[Option]:
-        """The options of one segment with an MLP in tiles: each of the others, with a region of its own for it."""
-        path, layers = segment.path, self.paths.count(segment.path)
-        some = [options[0], *worth_a_trial(options[1:], layers)]
-        for mlp in (relative(mlp, path) for mlp in self._tiling.mlps if inside(mlp, path) and mlp != path):
-            tile = Choice((mlp,), tiles=self._tiling.tiles)
-            ways = (_around(option, mlp) for option in some)
-            for others in dict.fromkeys(way for way in ways if way is not None):
-                doing(f"trying tiles for {path}")
-                here = segment.tried((*others, tile))
-                if here is not None:
-                    yield replace(here, seconds=here.seconds + self._waited(segment, here))
-
-    def _waited(self, segment: SegmentOptions, here: Option) -> float:
-        """Seconds for which a segment that keeps something in host memory waits for copies."""
-        if self._link is None:
-            return 0.0
-        step, forward = self._launcher.seconds(segment.priced.work), self._forward_seconds(segment)
-        return waited(here.host_bytes, self._link, forward, max(0.0, step - forward) + here.seconds)
-
-    def _offloaded(self, segment: SegmentOptions, options: Sequence[Option]) -> Iterator[Option]:
-        """The options of one segment that use host memory: its best ones with their inputs there, and parts of it."""
-        layers = self.paths.count(segment.path)
-        best = worth_a_trial((option for option in options[1:] if option.span == 1), layers)
-        ways = [(option.saved_bytes, in_host_memory(option)) for option in best]
-        ways += [(segment.plain.saved_bytes, way) for way in offloads(segment.candidates)]
-        for saved_bytes, regions in ways:
-            here = segment.tried(regions)
-            if here is not None and here.saved_bytes < saved_bytes:
-                wait = self._waited(segment, here)
-                beside = here.host_bytes if here.offload else 0  # of its neighbour, which leaves or comes meanwhile
-                levels = here.forward_bytes + beside, here.backward_bytes + beside
-                seconds = here.seconds + wait
-                yield replace(here, forward_bytes=levels[0], backward_bytes=levels[1], seconds=seconds)
-
-
-def _for_all_calls(segments: Mapping[str, SegmentOptions], options: dict[str, list[Option]]) -> None:
-    """Gives the calls of one module the same choices: those that are no worse than others for one of them."""
-    best = [option.regions for kind in segments for option in undominated(options[kind])]
-    every: dict[str, dict[tuple[Choice, ...], Option | None]] = {}
-    for kind, segment in segments.items():
-        own = {option.regions: option for option in options[kind]}
-        every[kind] = {regions: own.get(regions) or segment.of(regions) for regions in dict.fromkeys(best)}
-    for kind in segments:
-        allowed = (regions for regions in every[kind] if all(found[regions] is not None for found in every.values()))
-        options[kind] = [option for regions in allowed if (option := every[kind][regions]) is not None]
-
-
-def _around(option: Option, mlp: str) -> tuple[Choice, ...] | None:
-    """The regions of an option of one segment, without one of an MLP alone; None where others are a part of that."""
-    regions = tuple(one for one in option.regions if not any(path and inside(path, mlp) for path in one.paths))
-    named = [path for one in regions for path in (*one.paths, *(keep.module for keep in one.kept)) if path]
-    apart = not any(inside(mlp, path) or inside(path, mlp) for path in named)
-    return regions if apart and option.span == 1 and not option.offload else None
 
 
 def untiled(plan: Plan, why: str) -> Plan:
@@ -637,8 +495,3 @@ def _promising(plan: Plan, **figures: Any) -> Plan:
 
 def _seconds(plan: Plan) -> float:
     return plan.predicted_step_seconds or 0.0
-
-
-def _ends_in_result(graph: Graph) -> Graph | None:
-    """A graph, if it makes the result of its segment; one that returns what it was given, or nothing, has none."""
-    return None if graph.output < 0 else graph
