@@ -629,3 +629,45 @@ def test_a_plain_attribute_changed_before_backward(wrap: Any) -> None:
         return
     assert torch.equal(x.grad, y.grad)
     assert torch.equal(module.scale, torch.full((3,), 2.0))
+
+
+class Gathers(nn.Module):
+    """Takes the place of a wrapper of torch.distributed, which lends the module below what it has gathered."""
+
+    __module__ = "torch.distributed.fsdp._fully_shard._fully_shard"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parameters = self.inner._parameters
+        own, parameters["weight"] = parameters["weight"], self.inner.weight * 1.0
+        try:
+            return self.inner(x).tanh()
+        finally:
+            parameters["weight"] = own
+
+
+@pytest.mark.parametrize("wrapped", ["the module", "a function", "a module around it"])
+@pytest.mark.parametrize("lent", [False, True])
+def test_what_a_wrapper_lends_to_its_modules_is_its_own(wrapped: str, lent: bool) -> None:
+    """Entries that a wrapper of torch.distributed looks after are forgotten, also those that are no parameters."""
+    ways: dict[str, Any] = {
+        "the module": recompute,
+        "a function": lambda module: recompute(lambda x: module(x)),
+        "a module around it": lambda module: recompute(nn.Sequential(module)),
+    }
+
+    def gradients(way: Any) -> list[torch.Tensor | None]:
+        torch.manual_seed(0)
+        module, x = Gathers(), torch.randn(2, 4, requires_grad=True)
+        outside = torch.randn(4, 4, requires_grad=True)
+        leaves = [x, outside, *module.parameters()]
+        if lent:  # throughout the step
+            module.inner._parameters["weight"] = outside * 2
+        way(module)(x).sum().backward()
+        return [leaf.grad for leaf in leaves]
+
+    for plain, found in zip(gradients(lambda module: module), gradients(ways[wrapped]), strict=True):
+        assert (plain is None and found is None) or torch.equal(plain, found)

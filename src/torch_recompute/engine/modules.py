@@ -266,6 +266,7 @@ class Contents:
     def _note_part(self, place: int, names: Container[Any] = ()) -> None:
         """Forgets of a dictionary all but some entries."""
         self._then[place] = {name: one for name, one in self._then[place].items() if name in names}
+        self._opens.pop(place, None)
         self._partial.add(place)
 
     def _note_again(self, place: int) -> list[Any]:
@@ -529,7 +530,7 @@ class Modules(Contents):
             again._late = False
             return again.settled()
         self._beside = None
-        for place in self._early:
+        for place in self._early.keys() - self._partial:  # a wrapper looks after what else is in those
             self._note_left(place)
         for place in self._hooks:
             table = self._dicts[place]
@@ -562,8 +563,6 @@ class Modules(Contents):
                 self._put(place, name, self._buffers[-1])
             elif not isinstance(value, (nn.Module, Parameter)) and type(value) not in PLAIN:
                 self._take(place, name)
-        if place in self._partial:
-            self._note_part(place)
 
     def changed(self) -> str:
         """Names a weight or buffer that has been changed in place since, with its versions; "" without one."""
