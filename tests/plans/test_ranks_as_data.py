@@ -22,6 +22,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, int, int, int]]] = {
     "ZeRO-3, its gradients reduced in 16 bits": ({"dp": 4, "zero": 3, "reduce_dtype": "bfloat16"}, (4, 4, 1, 4)),
     "one with its weights on the host": ({"on_host": True, "zero": 2}, (1, 1, 1, 1)),
     "experts": ({"dp": 64, "ep": 64, "pp": 4}, (256, 1, 64, 64)),
+    "stages that add gradients up in 32 bits": ({"dp": 4, "pp": 4, "reduce_dtype": "float32"}, (16, 1, 4, 4)),
     "Megatron": ({"tp": 8, "sequence_parallel": True, "pp": 4, "vpp": 5, "dp": 2}, (64, 1, 2, 2)),
 }
 

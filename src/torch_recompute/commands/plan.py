@@ -610,7 +610,9 @@ def _add_rank_options(parser: argparse.ArgumentParser) -> None:
         help="GB/s that one device sends within a node and between nodes, as 450,50 (the device's data sheet)",
     )
     group.add_argument("--node", type=int, metavar="N", help="devices of a node (8; 72 for gb200 and gb300)")
-    group.add_argument("--reduce-dtype", metavar="DTYPE", help="in which --fsdp reduces gradients (float32)")
+    group.add_argument(
+        "--reduce-dtype", metavar="DTYPE", help="in which --fsdp reduces gradients (float32), and --pp adds them up"
+    )
 
 
 def _layout_of(args: argparse.Namespace) -> Layout | None:

@@ -109,7 +109,8 @@ class Ranks:
     def _check_words(self) -> None:
         """Refuses what says how ranks share something that none shares."""
         goes = ("cp_kind", "cp", self.cp > 1), ("imbalance", "ep", self.ep > 1)
-        goes += ("param_dtype", "fsdp", self.fully_sharded), ("reduce_dtype", "fsdp", self.fully_sharded)
+        adds_up = self.fully_sharded or self.pp > 1  # gradients of several microbatches
+        goes += ("param_dtype", "fsdp", self.fully_sharded), ("reduce_dtype", "fsdp or --pp", adds_up)
         goes += (("zero", "dp", self.on_host or self.batches * self.cp > 1),)
         for name, other, there in goes:
             if getattr(self, name) not in (getattr(Ranks, name), 0) and not there:
