@@ -629,7 +629,7 @@ CALLS: dict[str, Odd] = {
 
 
 def holds(does: Callable[..., torch.Tensor], *, evaluates: bool = False, rows: int = 256, **parts: Any) -> Odd:
-    """A row of three layers that do something around two linear ones; parts are made anew for each by a function."""
+    """A row of three layers that do something around two linear ones; a function makes new parts for each."""
 
     def layer() -> nn.Module:
         made = {name: part() for name, part in parts.items()}

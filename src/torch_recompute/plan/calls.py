@@ -318,8 +318,10 @@ class Carry(TorchFunctionMode):
         self, func: Function, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if not may_decide(func, args, kwargs):
+            return func(*args, **kwargs)
         run = thread.run
-        if run is not None and in_checkpoint() and _may_decide(func, args, kwargs):
+        if run is not None and in_checkpoint():
             if not run.replaying:
                 warnings.warn(_not_carried(func.__name__, run.name), RuntimeWarning, stacklevel=2)
             return func(*args, **kwargs)
@@ -329,15 +331,14 @@ class Carry(TorchFunctionMode):
 def carried(
     func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], carry: Callable[[Function], Function]
 ) -> Any:
-    """Calls a function; what it decides is made by what `carry` returns for it, and copied for the caller."""
-    if not _may_decide(func, args, kwargs):
-        return func(*args, **kwargs)
+    """Calls one that `may_decide`; the decision is made by what `carry` returns for it, and copied for the caller."""
     if func in ORDERED:
         return _ordered(func, args, kwargs, carry)
     return _own(carry(func)(*args, **kwargs))
 
 
-def _may_decide(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def may_decide(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call makes a decision that a region may carry."""
     return "out" not in kwargs and (func in ORDERED or _decides(func, args, kwargs))
 
 

@@ -163,7 +163,6 @@ class _Moment(NamedTuple):
     call: float
 
 
-_NEVER = _Moment(-1, math.inf)
 _END = _Moment(math.inf, 0)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -176,6 +176,12 @@ def logging(seen: Callable[[Op, Operation], None]) -> Operations:
             seen(op, ran)
 
     return Operations(look)
+
+
+def work_of(counts: Mapping[Op, int], price: Callable[[Op], float]) -> Work:
+    """The work of some operations, each so many times, for device and host."""
+    launched = sum(count for op, count in counts.items() if not op.in_host_memory)
+    return Work(sum(price(op) * count for op, count in counts.items()), launched)
 
 
 def is_kept() -> bool:

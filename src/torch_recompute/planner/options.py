@@ -22,7 +22,7 @@ from .alone import Figures, SegmentCall
 from .candidates import Candidates, Regions, joined_in_turn, of_parts, unread_words, whole, words
 from .cost import Option, simplicity
 from .evaluate import Evaluated, evaluate, need_values
-from .ops import Op
+from .ops import Op, work_of
 from .priced_tape import PricedTape
 from .record import RecordedSegment, record
 from .segments import CapturedCall, group, regions_of_groups, spans
@@ -60,10 +60,7 @@ class SegmentOptions:
         self.captured, self._number, self._price, self._host, self._frees = captured, number, price, host, frees
         self.path, self.call = captured.paths[number], captured.calls[number]
         self.segment = self.recorded(self.call)
-        self.priced = PricedTape(self.segment.tape, price)
-        self._carrying = self.priced
-        if self.segment.carrying is not self.segment.tape:
-            self._carrying = PricedTape(self.segment.carrying, price)
+        self.priced, self._carrying = self._with_prices(self.segment)
         plain = self.of(())
         assert plain is not None  # without regions nothing is refused
         self.plain = plain
@@ -85,6 +82,11 @@ class SegmentOptions:
         """Records a call of segments of the kind."""
         with self.captured.running():
             return record(call, self.captured.pretend, frees=self._frees, carry=bool(self.captured.routers))
+
+    def _with_prices(self, segment: RecordedSegment) -> tuple[PricedTape, PricedTape]:
+        """Prices both tapes of a record: the plain one, and that with decisions carried, which may be the same."""
+        plain = PricedTape(segment.tape, self._price)
+        return plain, plain if segment.carrying is segment.tape else PricedTape(segment.carrying, self._price)
 
     # --- by the record ---
 
@@ -206,10 +208,8 @@ class SegmentOptions:
         counts = Counter(found.ops)
         for key, count in self.priced.tape.counts.items():
             counts[self.priced.tape.keys[key]] -= span * count
-        device = sum(self._price(op) * count for op, count in counts.items())
-        launched = sum(count for op, count in counts.items() if not op.in_host_memory)
         flops = sum(op.flops * count for op, count in counts.items())
-        return self._option(regions, found, Work(device, launched), flops, span)
+        return self._option(regions, found, work_of(counts, self._price), flops, span)
 
     # --- of several segments ---
 
@@ -229,8 +229,7 @@ class SegmentOptions:
                 return None if found is None else self._of_trial((region,), found, span)
             if span not in recorded:
                 doing(f"recording {counted(span, 'segment')} in one region")
-                segment = self.recorded(call)
-                recorded[span] = PricedTape(segment.tape, self._price), PricedTape(segment.carrying, self._price)
+                recorded[span] = self._with_prices(self.recorded(call))
             plain, carrying = recorded[span]
             by = carrying if placed[0].carry else plain
             return self._of_record((region,), evaluate(by.tape, placed), by, plain, span)

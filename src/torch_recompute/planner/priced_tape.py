@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import cached_property
 
 from ..simulation.devices import Work
 from .cost import Graph, Node
@@ -36,10 +37,10 @@ class PricedTape:
         launched = sum(count for key, count in counts.items() if self._launches[key])
         return Work(seconds, launched), sum(self._flops[key] * count for key, count in counts.items())
 
-    @property
+    @cached_property
     def forward_work(self) -> Work:
         """The work of its forward alone."""
-        counts = Counter(op.key for _, op in self.tape.made)
+        counts = Counter(op.key for op in self.tape.made)
         return self.of(counts)[0]
 
     @property
@@ -49,7 +50,7 @@ class PricedTape:
         sources = {s for op in tape.ops if op.surrounding for s in op.made} & tape.known
         index = dict.fromkeys(sources, -1)
         inputs, seconds, counts, sizes = list[set[int]](), list[float](), list[int](), list[int]()
-        for _, op in tape.made:
+        for op in tape.made:
             reads = set[int]() if op.needs == Values.NONE else {index[s] for s in op.read if s in index}
             wrote = [index[s] for s in op.wrote if index.get(s, -1) >= 0]
             owner = len(inputs) if op.made else wrote[0] if wrote else None

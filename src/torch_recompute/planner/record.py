@@ -39,7 +39,7 @@ from ..engine.taken import SMALL
 from ..memory.batch import tensors_of_call
 from ..memory.ledger import storages
 from ..memory.operations import ADDED, Operation
-from ..plan.calls import carried, kind_of
+from ..plan.calls import carried, kind_of, may_decide
 from ..plan.choice import DOWN, PRODUCT
 from ..simulation.fake_mode import FakeMode
 from ..state.tape import thread
@@ -92,7 +92,7 @@ def record(call: SegmentCall, pretend: FakeMode, *, frees: bool = False, carry: 
 
 
 class _Token:
-    """Stands for a tensor that autograd saved; says when that is let go."""
+    """Stands for a tensor that autograd saved; says when autograd drops it."""
 
     __slots__ = ("__weakref__", "layout", "number", "real", "recorder")
 
@@ -463,7 +463,7 @@ class _Calls(TorchFunctionMode):
         kind = kind_of(func, args, kwargs)
         if kind is not None:
             return recorder.keepable(kind, func, args, kwargs)
-        if recorder.carries and not in_checkpoint():
+        if recorder.carries and may_decide(func, args, kwargs) and not in_checkpoint():
             return carried(func, args, kwargs, lambda decide: partial(self._decided, decide))
         return func(*args, **kwargs)
 

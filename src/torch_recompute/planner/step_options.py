@@ -15,12 +15,12 @@ from ..errors.text import doing
 from ..memory.loop import Loop
 from ..plan.choice import Choice
 from ..plan.roles import inside, relative
-from ..simulation.devices import Work
 from ..stores import Bandwidth
 from .alone import SegmentCall
 from .candidates import offloads
 from .cost import Graph, Kind, Option, for_all, kinds_for_all
 from .hosts import waited
+from .ops import work_of
 from .options import SegmentOptions, in_host_memory, undominated, worth_a_trial
 from .segments import CapturedCall
 from .sent import Price
@@ -101,10 +101,7 @@ class StepOptions:
         """The one option of a segment that allows no region."""
         with self._captured.running():
             found = attempt(call, [], self._captured.pretend, frees=self._loop.frees_gradients)
-        work = Work(
-            sum(self._price(op) * count for op, count in found.ops.items()),
-            sum(count for op, count in found.ops.items() if not op.in_host_memory),
-        )
+        work = work_of(found.ops, self._price)
         return Kind((Option((), found.saved_bytes, found.forward_bytes, found.backward_bytes, 0.0),), work=work)
 
     def in_tiles(self, without: Mapping[str, Kind], tiling: InTiles) -> dict[str, Kind]:

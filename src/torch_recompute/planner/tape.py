@@ -27,7 +27,7 @@ class What(IntEnum):
     FREE = 1  # a storage ended: `Tape.sizes`
     SAVE = 2  # autograd saved a tensor: `Tape.saves`
     READ = 3  # backward reads a saved tensor
-    RELEASE = 4  # backward, or the end of a graph, lets go of a saved tensor
+    RELEASE = 4  # backward, or the end of a graph, drops a saved tensor
     DROP = 5  # what backward was given when it read a saved tensor has ended
     ENTER = 6  # a module begins: `Tape.modules`
     LEAVE = 7
@@ -209,12 +209,10 @@ class Tape:
         return found
 
     @property
-    def made(self) -> Iterator[tuple[int, RanOp]]:
-        """The operations of the forward that made or wrote memory, each with the number of its event."""
-        for i in range(self.start, self.turn):
-            what, number = self.events[i]
-            if what == What.MAKE and self.ops[number].key >= 0:
-                yield i, self.ops[number]
+    def made(self) -> Iterator[RanOp]:
+        """The operations of the forward that made or wrote memory."""
+        ran = (self.ops[number] for what, number in self.events[self.start : self.turn] if what == What.MAKE)
+        return (op for op in ran if op.key >= 0)
 
 
 def _frozen(value: Any) -> Any:
